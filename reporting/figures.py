@@ -5,6 +5,7 @@ The colour is that of a method's family, the marker its own.
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -30,8 +31,12 @@ from studies.few_labels import FEW_LABELS
 from topk_losses import METHODS
 
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
-PAGE = 7.6  # inches
+NARROW = 5.2  # inches of a figure that can be read on a telephone, too
 WIDEST = 35  # points of accuracy that a panel shows
+SHOWN = (-3.4, 3.6)  # points of difference in the figure of findings
+BETTER_LEFT = "←"
+BETTER_RIGHT = "→"
+LABEL_WIDTH = 30  # characters of a line's label
 COLORS = {
     "losses": "C7",
     "robust": "C6",
@@ -56,10 +61,8 @@ def method_styles() -> dict[str, dict[str, str]]:
 
 
 STYLE = method_styles()
-STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
 ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
-SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
 
 def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]:
@@ -74,40 +77,23 @@ def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]
     return [path]
 
 
-def lines(
-    frame: pd.DataFrame, x: str, ys: dict[str, str], panel: str = "", by: str = "method", dotted: str = "", **axes: str
-) -> Figure:
-    """Draw the mean of each y against x with its 95 % band, a row of panels per y, a column per value of `panel`.
-
-    by: the column that tells lines apart, whose legend is in the column label, or method without one. dotted: the end
-    of the name of a column beside y that is drawn dotted.
-    """
-    parts = [("", frame)]
-    if panel:
-        parts = list(frame.groupby(panel, sort=False))
-    width = PAGE
-    if len(parts) == 1:
-        width = 0.7 * PAGE
-    size = (width, 0.9 + 2.1 * len(ys))
-    figure, grid = plt.subplots(len(ys), len(parts), figsize=size, sharex="col", sharey="row", squeeze=False)
-    for (title, part), column in zip(parts, grid.T):
-        for axis, (y, label) in zip(column, ys.items()):
-            for _, rows in part.dropna(subset=[x, y]).groupby(by, sort=False):
-                draw_line(axis, rows, x, y, dotted)
-            if axis in grid[:, 0]:
-                axis.set_ylabel(label)
-            axis.set(**axes)
-            axis.minorticks_off()
-        column[0].set_title(title)
-        column[-1].set_xlabel(x)
-        if part[x].nunique() < 6:
-            ticks = sorted(part[x].unique())
-            column[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+def lines(frame: pd.DataFrame, x: str, ys: dict[str, str], by: str, **axes: str) -> Figure:
+    """Draw the mean of each y against x with its 95 % band, a panel per y. by: the column that tells lines apart."""
+    figure, column = plt.subplots(len(ys), 1, figsize=(NARROW, 0.9 + 2.1 * len(ys)), sharex=True)
+    for axis, (y, label) in zip(column, ys.items()):
+        for _, rows in frame.dropna(subset=[x, y]).groupby(by, sort=False):
+            draw_line(axis, rows, x, y)
+        axis.set(ylabel=label, **axes)
+        axis.minorticks_off()
+    column[-1].set_xlabel(x)
+    if frame[x].nunique() < 6:
+        ticks = sorted(frame[x].unique())
+        column[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     handles = {}
-    for axis in grid.flat:
+    for axis in column:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles[label] = handle
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3 + bool(panel))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -119,15 +105,13 @@ def legend_of(rows: pd.DataFrame) -> str:
     return str(rows[name].iloc[0])
 
 
-def draw_line(axis: Axes, rows: pd.DataFrame, x: str, y: str, dotted: str) -> None:
+def draw_line(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
     """Draw the mean of y against x with its 95 % band."""
     style = STYLE[rows["method"].iloc[0]]
     found = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"])
     half = halves(found["std"], found["count"])
     axis.plot(found["mean"], label=legend_of(rows), markevery=max(1, len(found) // 8), **style)
     axis.fill_between(found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=style["color"])
-    if dotted:
-        axis.plot(rows[x], rows[y + dotted], linestyle=":", linewidth=0.8, color=style["color"])
 
 
 def halves(stds: pd.Series, counts: pd.Series) -> pd.Series:
@@ -145,12 +129,20 @@ class Panel(NamedTuple):
     hollow: str
 
 
+def wrapped(label: str) -> str:
+    """A label of several lines, where it is long; none ends within a P_K."""
+    whole = re.sub(r"\[.*?\]", lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), label)
+    return textwrap.fill(whole, LABEL_WIDTH)
+
+
 def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
     """Draw a row per line of the frame, whose index has the labels and whose column method the looks.
 
     An accuracy far below the best is written at the edge.
     """
-    figure, grid = plt.subplots(1, len(panels), figsize=(PAGE, 0.8 + 0.19 * len(frame)), sharey=True, squeeze=False)
+    labels = [wrapped(str(label)) for label in frame.index]
+    height = 1 + 0.19 * sum(1 + 0.7 * label.count("\n") for label in labels)
+    figure, grid = plt.subplots(1, len(panels), figsize=(NARROW, height), sharey=True, squeeze=False)
     for axis, panel in zip(grid[0], panels):
         values = frame.reindex(columns=[panel.value, panel.hollow]).stack()
         least = -math.inf
@@ -168,7 +160,7 @@ def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
         axis.set_xlim(left=left)
         axis.minorticks_off()
     grid[0, 0].set(ylim=(len(frame) - 0.5, -0.5))
-    grid[0, 0].set_yticks(range(len(frame)), frame.index)
+    grid[0, 0].set_yticks(range(len(frame)), labels, fontsize=8.5)
     return figure
 
 
@@ -225,8 +217,23 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
     frame.index = line_labels(shown, named)
-    title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
-    return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
+    figure = dots(frame.assign(method=named.to_numpy()), panels)
+    for axis in figure.axes:
+        axis.set_xlabel(f"better {BETTER_RIGHT}")
+    return save(figure, folder, f"{table.name}_accuracy", accuracy_title(table))
+
+
+def accuracy_title(table: tables.Table) -> str:
+    """What the figure of a table shows: intervals where there are several seeds, published values where there are."""
+    frame = table.lines
+    seeds = int(frame["n_seeds"].max())
+    title = f"{table.name}.csv, one seed."
+    if seeds > 1:
+        title = f"{table.name}.csv, mean of up to {seeds} seeds with its 95 % interval."
+    names = [f"published_{metric}" for metric in table.metrics]
+    if frame.reindex(columns=names).notna().any(axis=None):
+        title += " Hollow: published."
+    return title
 
 
 def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
@@ -239,7 +246,7 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
         for run_id, method in table.groupby("run_id")["method"].first().items():
             axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE[method])
         axis.set_ylim(bottom={"test_top1": 45, "test_top5": 75}[metric])
-    return save(figure, folder, path.stem, f"{path.name}: mean of 5 epochs, a line per run; hollow: published, 200.")
+    return save(figure, folder, path.stem, "A line per run, mean of 5 epochs; hollow: published, 200 epochs.")
 
 
 def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
@@ -275,48 +282,27 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
     return drawn
 
 
-def draw_benchmarks(folder: Path) -> list[Path]:
-    """Draw times (ours beside difftopk's) and cost_over_size (with its asymptotes, dotted) of the benchmarks."""
-    losses = pd.read_csv(BENCHMARKS / "losses.csv")
+def draw_speed(folder: Path) -> list[Path]:
+    """Draw the time of each loss at the paper's two sizes, and hollow difftopk's."""
+    losses = pd.read_csv(BENCHMARKS / "losses_all.csv")
     first = losses.iloc[0]
-    machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
-    return [*draw_times(losses, machine, folder), *draw_cost(machine, folder)]
-
-
-def draw_times(losses: pd.DataFrame, machine: str, folder: Path) -> list[Path]:
-    """Draw a training epoch, then the time of each loss at each size."""
-    steps = pd.read_csv(BENCHMARKS / "training_step.csv")
     frame = pd.DataFrame(index=[method for method in METHODS if method in set(losses["method"])])
-    frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
-    panels = [Panel("ResNet-18\n(s/epoch)", "step", "", "")]
-    for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
-        title = f"batch {batch}\nn {n}"
+    panels = []
+    for (batch, n, m), part in losses.fillna({"m": 0}).groupby(["batch", "n", "m"]):
+        title = f"{batch} × {n:,}"
         if m:
-            title += f"\nm {m:g}"
+            title += f", m = {m:g}"
         frame[[title, f"{title} difftopk"]] = part.set_index("method")[["ms", "official_ms"]]
         panels.append(Panel(title, title, "", f"{title} difftopk"))
-    title = f"A training epoch, then ms of each loss; medians on {machine}; hollow: difftopk."
-    return save(dots(frame.assign(method=frame.index), panels), folder, "times", title)
-
-
-def draw_cost(machine: str, folder: Path) -> list[Path]:
-    """Draw time and memory of a pass over the number of classes, of ranks and of samples."""
-    scaling = pd.read_csv(BENCHMARKS / "scaling.csv")
-    base = scaling[[*SIZES]].mode().iloc[0]
-    parts = []
-    for axis, label in SIZES.items():
-        others = [other for other in SIZES if other != axis]
-        part = scaling[(scaling[others] == base[others]).all(axis=1)].sort_values(["method", axis])
-        parts.append(part.assign(size=part[axis], panel=label))
-    frame = pd.concat(parts).dropna(subset="ms")
-    frame["peak_mib"] = frame["peak_mib"].where(frame["peak_mib"] >= 0.5)  # the system counts in pages
-    for y, work in (("ms", "operations"), ("peak_mib", "numbers")):  # through the last measured point
-        expected = frame["batch"] * frame[work]
-        last = frame.assign(ratio=frame[y] / expected).groupby(["method", "panel"])["ratio"].transform("last")
-        frame[f"{y} expected"] = expected * last
-    ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
-    figure = lines(frame, "size", ys, "panel", dotted=" expected", xscale="log", yscale="log")
-    return save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")
+    figure = dots(frame.assign(method=frame.index), panels)
+    for axis in figure.axes:
+        axis.set_xlabel(f"ms, {BETTER_LEFT} better")
+        axis.xaxis.set_major_formatter("{x:g}")
+    title = (
+        f"Forward and backward pass, median on {first['threads']} threads of an {first['device']}.\n"
+        "Filled: this library. Hollow: difftopk without torch-sparse."
+    )
+    return save(figure, folder, "speed", title)
 
 
 def draw_noise(results: Path, folder: Path) -> list[Path]:
@@ -333,6 +319,7 @@ def draw_noise(results: Path, folder: Path) -> list[Path]:
         figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
         for axis in figure.axes:
             axis.axvline(0, color="black", linewidth=0.8)
+            axis.set_xlabel(f"better {BETTER_RIGHT}")
         drawn += save(figure, folder, f"noise_{labels}")
     return drawn
 
@@ -375,28 +362,69 @@ def noise_row(study: noise.Results, loss: str) -> dict[str, float | str]:
     return row
 
 
-def draw_findings(folder: Path) -> list[Path]:
-    """Draw the differences to cross-entropy of the main comparisons, with their intervals."""
-    headings = list(dict.fromkeys(comparison.data for comparison in findings.MAIN))
-    # A heading has a line of its own above the comparisons on its data.
-    places = [place + 1 + headings.index(comparison.data) for place, comparison in enumerate(findings.MAIN)]
-    last = places[-1]
-    figure, axes = plt.subplots(1, 2, figsize=(0.85 * PAGE, 0.9 + 0.36 * last), sharey=True)
+class Label(NamedTuple):
+    """A text of the figure of findings, and the place below it where its marks stand; NaN for a heading."""
+
+    text: str
+    top: float
+    mark: float
+
+
+def finding_labels() -> list[Label]:
+    """A heading for the comparisons on the same data, then a label for each, from above to below."""
     labels = []
-    for place, comparison in zip(places, findings.MAIN):
-        found = findings.difference(comparison)
-        draw_finding(axes, place, found)
-        seeds = f"{found.seeds}\N{NO-BREAK SPACE}seeds"
-        if found.seeds == 1:
-            seeds = "1\N{NO-BREAK SPACE}seed"
-        labels.append(textwrap.fill(f"{comparison.title} ({seeds})".replace("`", ""), 37))
+    top = 0.0
+    for data, group in groupby(findings.MAIN, lambda comparison: comparison.data):
+        comparisons = list(group)
+        numbers = [findings.difference(comparison).seeds for comparison in comparisons]
+        heading = data
+        if len(set(numbers)) == 1:
+            heading += f", {numbers[0]} seeds"
+        labels.append(Label(heading, top + 0.3, math.nan))
+        top += 1.0
+        for comparison, number in zip(comparisons, numbers):
+            text = comparison.title.replace("`", "")
+            if len(set(numbers)) > 1 and number == 1:
+                text += " (one pair)"
+            elif len(set(numbers)) > 1:
+                text += f" ({number} seeds)"
+            wrapped = textwrap.fill(text, 66)
+            mark = top + 0.55 * wrapped.count("\n") + 0.95
+            labels.append(Label(wrapped, top, mark))
+            top = mark + 0.55
+    return labels
+
+
+def draw_findings(folder: Path) -> list[Path]:
+    """Draw the differences to cross-entropy of the main comparisons, each below its label."""
+    labels = finding_labels()
+    last = labels[-1].mark
+    figure, axes = plt.subplots(1, 2, figsize=(NARROW, 0.9 + 0.26 * last), sharey=True)
+    marks = [label.mark for label in labels if not math.isnan(label.mark)]
+    for place, comparison in zip(marks, findings.MAIN):
+        draw_finding(axes, place, findings.difference(comparison))
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(title=f"Δ {metric} (points)", ylim=(last + 0.5, -0.5))
-    axes[0].set_yticks(places, labels)
-    for place in sorted(set(range(last)) - set(places)):
-        transform = axes[0].get_yaxis_transform()
-        axes[0].text(-0.03, place, headings.pop(0), weight="bold", transform=transform, ha="right", va="center")
+        axis.set(title=f"Δ {metric}", ylim=(last + 0.6, -0.3), xlim=SHOWN, xticks=range(-3, 4))
+        axis.set_xlabel(f"points, better {BETTER_RIGHT}")
+        axis.grid(False, axis="y")
+        axis.tick_params(left=False, labelleft=False)
+        axis.spines["left"].set_visible(False)
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    for label in labels:
+        weight = "normal"
+        if math.isnan(label.mark):
+            weight = "bold"
+        text = axes[1].text(0, label.top, label.text, weight=weight, fontsize=8.5, va="top", bbox=background)
+        text.set(transform=axes[0].get_yaxis_transform(), in_layout=False)  # above both panels
+    shape = {"color": "C7", "linestyle": "", "markerfacecolor": "white"}
+    handles = [
+        plt.Line2D([], [], marker="o", color="C0", linestyle="", label="gain"),
+        plt.Line2D([], [], marker="o", color="C3", linestyle="", label="loss"),
+        plt.Line2D([], [], marker="o", label="no clear difference", **shape),
+        plt.Line2D([], [], marker="D", label="one pair", **shape),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handletextpad=0, columnspacing=1)
     return save(figure, folder, "findings")
 
 
@@ -413,3 +441,6 @@ def draw_finding(axes: Sequence[Axes], place: int, found: findings.Difference) -
             marker = "D"
             half = None
         axis.errorbar(gain.mean, place, xerr=half, color=color, capsize=2, marker=marker, markerfacecolor=face)
+        if gain.mean < SHOWN[0]:
+            end = max(gain.mean + gain.half, SHOWN[0])
+            axis.text(end + 0.2, place, f"◂ {markdown.interval(gain)}", va="center", color=color, fontsize=8.5)

@@ -200,11 +200,14 @@ def chosen(names: tuple[str, ...]) -> list[Comparison]:
     return found
 
 
-def status_table(*names: str) -> str:
-    """The comparisons that `chosen` names, with their status."""
+def as_markdown(*names: str) -> str:
+    """The comparisons that `chosen` names; their status where all stand, elsewhere bold numbers have to do."""
     table = table_of(chosen(names))
     table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
-    return markdown.table(table[["Setting", *GAINS, "Seeds", "Status"]])
+    columns = ["Setting", *GAINS, "Seeds"]
+    if names == ("all",):
+        columns.append("Status")
+    return markdown.table(table[columns])
 
 
 def evidence() -> str:

@@ -1,8 +1,8 @@
 """The relaxed permutation matrix P of one sample by each method, as in the authors' talk, and each loss's gradient.
 
-P has ranks by classes, the weights w_r of P_K to its right, the class probabilities p = w P below. Scores, classes and
-P_K are the talk's (its fifth rank is left over), temperatures the library's defaults, top1_mode sort. Methods that draw
-noise are shown by the mean over many draws, the same ones each time.
+P has ranks by classes, the weights w_r of P_K to its right, the class probabilities p = w P below. Scores, P_K and four
+of the classes are the talk's (its fifth rank is left over), temperatures the library's defaults, top1_mode sort.
+Methods that draw noise are shown by the mean over many draws, the same ones each time.
 """
 
 import math
@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from reporting import markdown
-from reporting.figures import PAGE, STYLE, save
+from reporting.figures import NARROW, STYLE, save
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import SINGLE_K
 
-CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
+CLASSES = ("airplane", "panda", "goldfish", "raccoon", "husky")
 SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
 TRUE = CLASSES.index("panda")
@@ -101,20 +101,20 @@ def draw_permutations(folder: Path) -> list[Path]:
     """Draw permutation_matrix.svg and return its path."""
     panels = {"hard sort": hard_sort()}
     panels |= {f"{m}, β = {METHODS[m].inverse_temperature:g}": relaxed_sort(m, SCORES, P_K) for m in RELAXATIONS}
-    rows = math.ceil(len(panels) / 4)
-    figure, axes = plt.subplots(rows, 4, figsize=(PAGE, 2.3 * rows))
+    rows = math.ceil(len(panels) / 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(NARROW, 2.6 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel, title)
-        axis.tick_params(labelleft=number % 4 == 0)
-    title = f"P of one sample, ranks by classes; right: weights of P_K = {markdown.p_k('0.5 0.5 0 0')}; below: p = w P"
+        axis.tick_params(labelleft=number % 2 == 0)
+    title = f"P of one sample, ranks by classes;\nright: weights of P_K = {markdown.p_k('0.5 0.5 0 0')}; below: p = w P"
     return save(figure, folder, "permutation_matrix", title)
 
 
 def draw_one_sample(folder: Path) -> list[Path]:
     """Draw one_sample.svg, the picture of the README: the hard sort and a relaxed one, and return its path."""
-    figure, axes = plt.subplots(1, 2, figsize=(0.85 * PAGE, 2.9))
+    figure, axes = plt.subplots(2, 1, figsize=(NARROW, 5.6))
     draw_panel(axes[0], *hard_sort(), "exact sort")
     draw_panel(axes[1], *relaxed_sort("splitter_selection", SCORES, P_K), "relaxed: splitter selection network")
     for axis in axes:
@@ -134,10 +134,10 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     """Draw METHOD.svg, P (where it has one) and the gradient, and return its path."""
     temperature = METHODS[method].inverse_temperature
     is_relaxed = method in RELAXATIONS
-    figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.9), squeeze=False)
+    figure, axes = plt.subplots(1 + is_relaxed, 1, figsize=(NARROW, 2.9 * (1 + is_relaxed)), squeeze=False)
     if is_relaxed:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K), f"P of one sample, β = {temperature:g}")
-    axis = axes[0][-1]
+    axis = axes[-1][0]
     own = torch.linspace(-3, 13, 801, dtype=torch.float64)
     highest = 0.0
     for value, line in temperatures_shown(temperature):
@@ -179,8 +179,10 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor, title: st
     for y, weight in enumerate(weights.tolist()):
         axis.text(n - 0.25, y, f"×{weight:.3g}", ha="left", va="center", fontsize=8)
     axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal", title=title)
-    labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
+    axis.text(n - 0.25, places[-1], "weighted sum", ha="left", va="center", fontsize=8)
+    labels = [f"{name}, {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
     axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xlabel("class, score", fontsize=8)
     axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=8)
     axis.tick_params(length=0, pad=2)
     axis.grid(False)

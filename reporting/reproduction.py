@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,10 +56,11 @@ def read_or_none(path: Path) -> pd.DataFrame:
     return read_runs(path)
 
 
-def report(path: Path, choice: str = "noisy", with_commands: bool = False) -> str:
+def report(path: Path, choice: str = "noisy", with_commands: bool = False, embeddings: str = "") -> str:
     """The report of one of your files.
 
     Args:
+        embeddings: name by content of those of a tuned study, the only ones whose runs count; "" for any.
         choice: validation labels that choose, in the study of wrong labels.
         with_commands: show below each line the command that repeats it.
 
@@ -69,7 +71,9 @@ def report(path: Path, choice: str = "noisy", with_commands: bool = False) -> st
     name = name_of(path)
     study = study_of(name, REPOSITORY)
     if isinstance(study, Tuned):
-        return report_tuned(study, path.parent, REPOSITORY / Path(name).parent, choice, with_commands)
+        ours = Side(study, REPOSITORY / Path(name).parent)
+        theirs = Side(replace(study, embeddings=embeddings), path.parent)
+        return report_tuned(study, ours, theirs, choice, with_commands)
     repository = read_or_none(REPOSITORY / name)
     yours = read_or_none(path)
     if yours.empty and repository.empty:
@@ -254,8 +258,11 @@ class Side:
         self.study = study
         self.trials = study.known(folder / study.trials_file.name)
         finals = folder / study.finals.commands.results.name
-        self.finals = Known(finals, study.finals.commands.flags)
-        self.runs = read_or_none(finals)
+        self.finals = Known(finals, study.finals.commands.flags, study.embeddings)
+        runs = read_or_none(finals)
+        if study.embeddings and "embeddings" in runs:
+            runs = runs[runs["embeddings"] == study.embeddings].reset_index(drop=True)
+        self.runs = runs
 
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
@@ -278,11 +285,9 @@ def flags_of(candidate: Candidate, chosen: Chosen) -> str:
     return f"{own} --n_epochs {chosen.trial.n_epochs}".strip()
 
 
-def report_tuned(study: Tuned, folder: Path, repository: Path, choice: str, with_commands: bool) -> str:
+def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_commands: bool) -> str:
     """What validation chose of each loss, and the finals, the repository's and yours; then the trials."""
     split = study.finals.choices.get(choice, next(iter(study.finals.choices.values())))
-    ours = Side(study, repository)
-    theirs = Side(study, folder)
     pools = {}
     for metric in METRICS:
         spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]

@@ -13,12 +13,12 @@ NETWORK = "splitter_selection"
 STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "training_step_h100": "H100, Triton kernel"}
 OFFICIAL = {
     "method": "Loss",
+    "official_over_ours": "`difftopk` / ours",
     "batch": "Batch",
     "n": "Classes",
     "m": "m",
     "ms": "Ours (ms)",
     "official_ms": "`difftopk` (ms)",
-    "official_over_ours": "`difftopk` / ours",
     "ours_over_cross_entropy": "Ours / cross-entropy",
 }
 HEADINGS = {"p_k": "P_K", "top1": "top-1", "top5": "top-5"}

@@ -124,7 +124,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "front_door": front_door_table,
     "api": reference.api,
-    "findings": findings.status_table,
+    "findings": findings.as_markdown,
     "evidence": findings.evidence,
     "speed": speed.summary,
 }
@@ -184,7 +184,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
     from reporting import figures, front_door
 
     drawn = front_door.draw_hero(folder) + front_door.draw_pull(folder)
-    drawn += figures.draw_benchmarks(folder)
+    drawn += figures.draw_speed(folder)
     for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
         flags = []
         if name.startswith("temperature"):

@@ -194,10 +194,14 @@ class Launching:
     Args:
         args, extra: of `parse_arguments`.
         run_per_core: whether a run per core fits into memory.
+        embeddings: name of the embeddings by content, whose runs the state is about.
     """
 
-    def __init__(self, args: argparse.Namespace, extra: Sequence[str], run_per_core: bool) -> None:
+    def __init__(
+        self, args: argparse.Namespace, extra: Sequence[str], run_per_core: bool, embeddings: str = ""
+    ) -> None:
         self.args = args
+        self.embeddings = embeddings
         self.extra = list(extra)
         self.run_per_core = run_per_core
 
@@ -218,7 +222,7 @@ class Launching:
         for run in runs_of(stage.commands, self.extra, logs):
             by_file.setdefault(results_of(run.command), []).append(run)
         for path, runs in by_file.items():
-            status = Status(path, logs)
+            status = Status(path, logs, self.embeddings)
             commands = [run.command for run in runs]
             print(status_text(commands, [run.log.stem for run in runs], stage.name, status))
 
@@ -238,15 +242,18 @@ def files_of(study: Study | Tuned) -> list[Path]:
 def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Run a study and print its tables; return the exit status."""
     if isinstance(study, Tuned):
-        status = tune(study, Launching(args, extra, run_per_core=True))
+        status = tune(study, Launching(args, extra, run_per_core=True, embeddings=study.embeddings))
     else:
         launching = Launching(args, extra, study.run_per_core)
         status = launching(Stage(study.name, study.files[0], study.commands()))
     if args.dry_run or args.status or status >= 128:
         return status
+    embeddings = ""
+    if isinstance(study, Tuned):
+        embeddings = study.embeddings
     for path in files_of(study):
         if path.is_file():
-            print(f"\n{reproduction.report(path, args.choice, args.commands)}", end="")
+            print(f"\n{reproduction.report(path, args.choice, args.commands, embeddings)}", end="")
     return status
 
 

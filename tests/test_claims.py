@@ -10,9 +10,9 @@ import torch
 from scipy.special import stdtrit
 
 from experiments.common.paths import REPOSITORY
-from reporting import findings, permutation_figure
+from reporting import findings, front_door, permutation_figure
 from scripts.pages import PART
-from topk_losses import ForwardCorrectionLoss, TopKCrossEntropyLoss
+from topk_losses import METHODS, ForwardCorrectionLoss, TopKCrossEntropyLoss
 from topk_losses.methods import SINGLE_K
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +75,18 @@ def test_a_page_says_where_one_seed_chose(page):
 
 def test_most_pages_of_findings_hold_what_one_seed_chose():
     assert sum(CHOSEN_BY_ONE_SEED.search(page.read_text("utf-8")) is not None for page in PAGES) > 15
+
+
+@pytest.mark.parametrize("answer", front_door.ANSWERS, ids=lambda answer: answer.key)
+def test_the_settings_of_an_answer_are_those_of_its_rows(answer):
+    (comparison,) = (line for line in findings.COMPARISONS if line.key == answer.key)
+    runs = findings.loss_runs(comparison)
+    assert f"`{runs.method.iloc[0]}`" in answer.start_with
+    for name, value in re.findall(r"`(\w+)=([\d.]+)`", answer.start_with):
+        assert runs[name].astype(float).round(len(value.partition(".")[2])).eq(float(value)).all()
+    temperature = runs.get("inverse_temperature", pd.Series("")).iloc[0]
+    if "inverse_temperature" not in answer.start_with and answer.labels == "correct" and "Δ" not in answer.start_with:
+        assert float(temperature) == METHODS[runs.method.iloc[0]].inverse_temperature
 
 
 def test_16_epochs_with_the_published_settings():

@@ -29,6 +29,7 @@ PACKAGES = {
 }
 INLINE_IFS = 2
 LONGEST_OF_THE_LIBRARY = 25
+TRITON = ("cuda_networks.py",)  # a function is one kernel
 
 
 def is_docstring(node: ast.stmt) -> bool:
@@ -75,7 +76,7 @@ def functions_of(folder: Path) -> Iterator[tuple[Path, ast.AST]]:
 def test_functions_of_the_library_are_short():
     long = []
     for path, function in functions_of(ROOT / "topk_losses"):
-        if path.parent.name != "kernels" and statements(function) - 1 > LONGEST_OF_THE_LIBRARY:
+        if path.name not in TRITON and statements(function) - 1 > LONGEST_OF_THE_LIBRARY:
             long.append(f"{path.name}: {function.name}")
     assert long == []
 

@@ -76,3 +76,20 @@ def test_few_sentences_are_clipped():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_sentence_is_too_long(page):
     assert [sentence for sentence in BY_PAGE[page] if words(sentence) > LONGEST] == []
+
+
+FINDINGS = [ROOT / "docs" / name for name in ("findings.md", "knn.md", "speed.md", "beam_search.md")]
+FINDINGS += sorted(ROOT.glob("docs/findings/*.md"))
+
+
+@pytest.mark.parametrize("page", FINDINGS, ids=lambda page: page.stem)
+def test_a_page_of_findings_opens_with_its_table_and_leaves_the_others_to_the_record(page):
+    text = page.read_text(encoding="utf-8")
+    opening = text.partition("\n## ")[0]
+    assert PART.search(opening)
+    assert len(PART.findall(text)) <= 2
+    assert "results/tables/" in text
+
+
+def test_the_changelog_ends():
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 500

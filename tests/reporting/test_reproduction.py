@@ -128,6 +128,22 @@ def test_commands_stand_below_their_lines_and_make_their_runs(file, yours):
         )
 
 
+def test_runs_of_other_embeddings_do_not_count(yours):
+    """Rows of another file of embeddings stand in the same results, with accuracies far away."""
+    (embeddings,) = {row["embeddings"] for row in read_rows(REPOSITORY / "noise" / "human.csv")}
+    for name in ("noise/human_trials.csv", "noise/human.csv"):
+        rows = read_rows(REPOSITORY / name)
+        others = [shifted(row, -30) | {"embeddings": "100x8-other", "run_id": row["run_id"] + "x"} for row in rows]
+        path = yours(name, [*others, *rows])
+    alone = reproduction.report(yours("noise/human.csv", read_rows(REPOSITORY / "noise" / "human.csv")))
+    yours("noise/human.csv", [*others, *rows])
+    text = reproduction.report(path, embeddings=embeddings)
+    assert table_of(text) == table_of(alone)
+    assert {line["top-1 verdict"].split(" (")[0] for line in table_of(text)} == {"agrees"}
+    other = reproduction.report(path, embeddings="100x8-other")
+    assert {line["top-1 verdict"].split(" (")[0] for line in table_of(other)} == {"differs"}
+
+
 def test_a_line_that_no_study_has_gets_the_command_of_its_settings(yours):
     rows = [row | {"lr": "0.0123", "nloglr": ""} for row in read_rows(REPOSITORY / "table1_short.csv")[:1]]
     text = reproduction.report(yours("table1_short.csv", rows), with_commands=True)

@@ -74,6 +74,15 @@ def held():
         process.join()
 
 
+def test_runs_of_other_embeddings_are_not_those_of_a_study(folder):
+    rows = [row | {"embeddings": "own"} for row in ROWS[:3]]
+    write_rows(folder / "table1_short.csv", rows[:1])
+    begin(folder, rows[1], 2)
+    for embeddings, number in (("own", 1), ("", 1), ("other", 0)):
+        found = Status(folder / "table1_short.csv", folder / "logs", embeddings)
+        assert (len(found.rows.rows), len(found.folders)) == (number, number)
+
+
 def command_of(row: dict[str, str]) -> str:
     for command in COMMANDS:
         found = Status(REPOSITORY / "table1_short.csv", REPOSITORY / "logs").rows.find(expected_runs(command)[0])

@@ -66,6 +66,16 @@ def program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 6, signal.SIGRTMAX])
+def test_a_run_that_any_signal_ends_is_named_and_the_others_go_on(run, number):
+    name = getattr(number, "name", f"signal {int(number)}")
+    dies = python(f"import os; os.kill(os.getpid(), {int(number)})")
+    status, printed = run([dies, python("print('one')")], "--name", "two")
+    assert status == 1
+    assert f"FAILED (killed by {name})" in printed
+    assert printed.endswith("two: 1 of 2 runs done, 1 failed\n")
+
+
 def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp_path):
     commands = ["# a comment", python("print('one')"), "", python("print('two')")]
     status, printed = run(commands, "--name", "small")

@@ -81,13 +81,33 @@ def _dot(a, b):
 
 
 @_any_order
-def _solve(P, c, r, damping, tolerance, v):
-    """Solve (diag(c) - P^T P + damping diag(c)) v = r for v (A,) by conjugate gradients; r becomes the residual."""
+def _precondition(P, c, damping):
+    """Return one divided by the diagonal of what `_solve` solves, (A,)."""
     scale = c * (_f32(1) + damping) + _LEAST
     for i in range(len(P)):
         for j in range(len(c)):
             scale[j] -= P[i, j] * P[i, j]
-    scale[:] = _f32(1) / np.maximum(scale, _LEAST)
+    return _f32(1) / np.maximum(scale, _LEAST)
+
+
+@_any_order
+def _multiply(P, c, damping, p, Ap):
+    """Write (diag(c) - P^T P + damping diag(c)) p to Ap (A,)."""
+    for j in range(len(c)):
+        Ap[j] = damping * c[j] * p[j]
+    for i in range(len(P)):  # differences first: no digits cancel
+        row = P[i]
+        mean = _f32(0)
+        for j in range(len(c)):
+            mean += row[j] * p[j]
+        for j in range(len(c)):
+            Ap[j] += row[j] * (p[j] - mean)
+
+
+@_any_order
+def _solve(P, c, r, damping, tolerance, v):
+    """Solve (diag(c) - P^T P + damping diag(c)) v = r for v (A,) by conjugate gradients; r becomes the residual."""
+    scale = _precondition(P, c, damping)
     v[:] = _f32(0)
     z = r * scale
     Ap = np.empty_like(c)
@@ -97,15 +117,7 @@ def _solve(P, c, r, damping, tolerance, v):
     for _ in range(MOST_STEPS):
         if not rz > enough:
             break
-        for j in range(len(c)):
-            Ap[j] = damping * c[j] * p[j]
-        for i in range(len(P)):  # differences first: no digits cancel
-            row = P[i]
-            mean = _f32(0)
-            for j in range(len(c)):
-                mean += row[j] * p[j]
-            for j in range(len(c)):
-                Ap[j] += row[j] * (p[j] - mean)
+        _multiply(P, c, damping, p, Ap)
         length = rz / max(_dot(p, Ap), _LEAST)
         for j in range(len(c)):
             v[j] = v[j] + length * p[j]
@@ -118,8 +130,56 @@ def _solve(P, c, r, damping, tolerance, v):
 
 
 @jit
-def _forward(first, last, scores, labels, beta, tolerance, max_iterations, column, errors, potentials):
+def _hard_potentials(x, points, beta, h):
+    """Write the potentials of the hard transport: neighbours are indifferent in the middle between their scores."""
+    n = len(x)
+    ordered = np.sort(x)[::-1]
+    upper = points[: n - 1]
+    lower = points[1:n]
+    h[0] = _f32(0)
+    h[1:n] = np.cumsum((lower - upper) * (lower + upper - ordered[:-1] - ordered[1:]) * beta)
+
+
+@jit
+def _step(iteration, n, P, c, error, damping, right, v):
+    """Write the step v (A,) of an iteration: Sinkhorn's first, which is cheap and takes off most of the error."""
+    if iteration == 0:
+        v[:n] = -np.log(c[:n])
+    else:
+        right[:n] = _f32(1) - c[:n]
+        right[n:] = _f32(0)
+        right[:n] -= right[:n].mean()  # which is rounding, and which no step can take off
+        _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
+
+
+@jit
+def _transport(x, room, beta, tolerance, max_iterations):
+    """Return the plan (n, A) of scores x (n,), in one of the two of `room`, and its error; potentials are in room."""
+    n = len(x)
+    P, trial, points, h, c, new_c, v, right = room
+    _hard_potentials(x, points, beta, h)
+    error = _plan(x, points, h, beta, P, c)
+    damping = _f32(0)
+    for iteration in range(max_iterations):
+        if not error > tolerance:
+            break
+        _step(iteration, n, P, c, error, damping, right, v)
+        new = h + v
+        new_error = _plan(x, points, new, beta, trial, new_c)
+        if new_error < error:
+            h[:] = new
+            error = new_error
+            damping = damping / _f32(8)
+            P, trial, c, new_c = trial, P, new_c, c
+        elif iteration > 0:  # shortened towards 1 / c - 1, the first order of a Sinkhorn iteration
+            damping = min(max(damping * _f32(4), _f32(1e-3)), _f32(1e8))
+    return P, error
+
+
+@jit
+def _forward(first, last, scores, labels, beta, tolerance, max_iterations, outputs):
     """Write the column (batch, k), errors (batch,) and potentials (batch, n) of scores (batch, n), first..last."""
+    column, errors, potentials = outputs
     n = -1  # for which there is room
     for row in range(first, last):
         column[row] = _f32(0)
@@ -129,39 +189,30 @@ def _forward(first, last, scores, labels, beta, tolerance, max_iterations, colum
         columns = np.flatnonzero(~(scores[row] < 0))  # NaN stays, and spoils its sample
         if n != len(columns):
             n = len(columns)
-            P, trial, points, h, c, new_c, v, right = _room(n)
-        x = scores[row][columns]
-        # the hard transport's potentials: neighbours are indifferent in the middle between their scores
-        ordered = np.sort(x)[::-1]
-        upper = points[: n - 1]
-        lower = points[1:n]
-        h[0] = _f32(0)
-        h[1:n] = np.cumsum((lower - upper) * (lower + upper - ordered[:-1] - ordered[1:]) * beta)
-        error = _plan(x, points, h, beta, P, c)
-        damping = _f32(0)
-        for iteration in range(max_iterations):
-            if not error > tolerance:
-                break
-            if iteration == 0:  # Sinkhorn's, which is cheap and takes off most of the error
-                v[:n] = -np.log(c[:n])
-            else:
-                right[:n] = _f32(1) - c[:n]
-                right[n:] = _f32(0)
-                right[:n] -= right[:n].mean()  # which is rounding, and which no step can take off
-                _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
-            new = h + v
-            new_error = _plan(x, points, new, beta, trial, new_c)
-            if new_error < error:
-                h[:] = new
-                error = new_error
-                damping = damping / _f32(8)
-                P, trial, c, new_c = trial, P, new_c, c
-            elif iteration > 0:  # shortened towards 1 / c - 1, the first order of a Sinkhorn iteration
-                damping = min(max(damping * _f32(4), _f32(1e-3)), _f32(1e8))
-        errors[row] = error
+            room = _room(n)
+        P, errors[row] = _transport(scores[row][columns], room, beta, tolerance, max_iterations)
+        h = room[3]
         potentials[row, :n] = h[:n]
         k = min(n, column.shape[1])
         column[row, :k] = P[np.searchsorted(columns, labels[row]), :k]
+
+
+@_any_order
+def _solve_backward(P, c, own, grad, right, by_mass, v):
+    """Write the gradient by_mass (A,) of the scores' logits in P[own], and the solution v (A,) of the KKT conditions.
+
+    grad (k,) is that of the first k entries. Returns the size by which v is smaller.
+    """
+    k = len(grad)
+    by_mass[:] = _f32(0)
+    by_mass[:k] = grad * P[own, :k]
+    by_mass -= P[own] * by_mass.sum()
+    largest = max(np.abs(by_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
+    right[:] = _f32(0)
+    for j in range(len(P)):
+        right[j] = by_mass[j] / largest if abs(by_mass[j]) > _f32(1e-18) * largest else _f32(0)
+    _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
+    return largest
 
 
 @_any_order
@@ -175,19 +226,12 @@ def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
         columns = np.flatnonzero(~(scores[row] < 0))
         if n != len(columns):
             n = len(columns)
-            k = min(len(columns), grad.shape[1])
             P, _, points, h, c, by_mass, right, v = _room(n)
         x = scores[row][columns]
         own = np.searchsorted(columns, labels[row])
         h[:n] = potentials[row, :n]
         _plan(x, points, h, beta, P, c)
-        by_mass[:] = _f32(0)
-        by_mass[:k] = grad[row, :k] * P[own, :k]
-        by_mass -= P[own] * by_mass.sum()
-        largest = max(np.abs(by_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
-        for j in range(n):
-            right[j] = by_mass[j] / largest if abs(by_mass[j]) > _f32(1e-18) * largest else _f32(0)
-        _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
+        largest = _solve_backward(P, c, own, grad[row, : min(n, grad.shape[1])], right, by_mass, v)
         for i in range(n):
             p = P[i]
             mean = _dot(P[i], v)
@@ -207,7 +251,7 @@ def _sinkhorn(x, labels, beta, k, tolerance, max_iterations):
     """Compute transport.sinkhorn for whitened scores x (batch, n), below 0 for masked-out classes."""
     outputs = _allocate(x, labels, beta, k)
     work = x.numel() * x.shape[1] // WORK_OF_A_THREAD
-    in_threads(_forward, len(x), work, x, labels, _f32(beta), _f32(tolerance), max_iterations, *outputs)
+    in_threads(_forward, len(x), work, x, labels, _f32(beta), _f32(tolerance), max_iterations, tuple(outputs))
     return outputs
 
 

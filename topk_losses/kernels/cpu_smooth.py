@@ -13,6 +13,7 @@ Since 2 k scores are at least as large, no term is larger than the one before, a
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,134 +74,204 @@ def _sum_and_multiply(values, x):
     return total
 
 
-@jit
-def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, index, origin, powers, leaf_slopes):
-    """Write smooth, hard (batch, J) and top (batch, K + 1) of scores (batch, n), ks (J,) up to K, for rows first..last.
+class Saved(NamedTuple):
+    """What the forward pass writes beside its values, a row per sample.
 
-    index (batch, leaves + 1): the columns of the leaves, falling, and the true class. For the backward pass: origin
-    (batch, 1), with x = exp((score - origin) / temperature); powers (batch, J, K), the coefficients of x, x^2, ... for
-    the rest; leaf_slopes (batch, J, leaves).
+    Attributes:
+        top: the K largest others, falling, then the next one or -inf, (batch, K + 1).
+        columns: those of the leaves, falling, and the true class, (batch, leaves + 1).
+        origin: with which x = exp((score - origin) / temperature), (batch, 1).
+        powers: the coefficients of x, x^2, ... for the rest, (batch, J, K).
+        leaf_slopes: (batch, J, leaves).
     """
-    n = scores.shape[1]
-    num_leaves = index.shape[1] - 1
-    K = ks[-1]
-    x = np.empty(n, _f32)
-    power = np.empty(n)
+
+    top: np.ndarray
+    columns: np.ndarray
+    origin: np.ndarray
+    powers: np.ndarray
+    leaf_slopes: np.ndarray
+
+
+@jit
+def _find_leaves(o, true, leaves, top, largest):
+    """Write the columns of the leaves, then the true class, and the largest others; return the least of the K."""
+    num_leaves = len(leaves) - 1
+    _find_largest(o, true, leaves[:num_leaves], largest)
+    leaves[num_leaves] = true
+    for r in range(len(top)):
+        top[r] = o[leaves[r]] if r < num_leaves else -_INF
+    place = len(top) - 2
+    while place > 0 and top[place] == -_INF:
+        place -= 1
+    return top[place]
+
+
+class Room(NamedTuple):
+    """Arrays of a thread: exponentials (n,), sums of powers and e_j of the rest (K + 1,), trials (leaves,), counts.
+
+    counts (leaves + 1, K + 1): row i is the distribution of successes, i leaves added.
+    """
+
+    x: np.ndarray
+    power: np.ndarray
+    sums: np.ndarray
+    rest: np.ndarray
+    p: np.ndarray
+    q: np.ndarray
+    counts: np.ndarray
+
+
+@jit
+def _room(n, num_leaves, K):
+    trials = np.empty((2, num_leaves))
     sums = np.zeros(K + 1)
-    rest = np.zeros(K + 1)
-    p = np.empty(num_leaves)
-    q = np.empty(num_leaves)
-    g = np.empty(K + 1)
-    largest = np.empty(num_leaves, _f32)
-    counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
-    powers[first:last] = _f32(0)
-    leaf_slopes[first:last] = _f32(0)
+    counts = np.zeros((num_leaves + 1, K + 1))
+    return Room(np.empty(n, _f32), np.empty(n), sums, np.zeros(K + 1), trials[0], trials[1], counts)
+
+
+@jit
+def _expand_rest(o, leaves, least, temperature, room):
+    """Write e_0, ..., e_K of the rest to room.rest, by Newton's identities; return by what x is scaled."""
+    x, power, sums, rest, _, _, _ = room
+    K = len(rest) - 1
+    scale = 1.0
+    rest[0] = 1.0
+    if len(leaves) == len(o):
+        return scale
+    _exponentials(o, leaves, _f32(1 / temperature), least, x)
+    power[:] = x
+    for m in range(1, K + 1):
+        sums[m] = _sum_and_multiply(power, x)
+        scale = 1 / max(1.0, sums[1] / K) if m == 1 else scale
+        sums[m] *= scale**m
+        total = 0.0
+        for i in range(1, m + 1):
+            total += rest[m - i] * (sums[i] if i % 2 else -sums[i])
+        rest[m] = max(total / m, 0.0)
+    return scale
+
+
+@jit
+def _add_leaves(o, leaves, kth, temperature, scale, shrunk, room, counts):
+    """Write the distributions of successes, counts (leaves + 1, k + 1), with one leaf after the other.
+
+    Exponentials are relative to the k-th score, kth; shrunk: the factor that makes those of the rest so.
+    """
+    for j in range(counts.shape[1]):
+        counts[0, j] = room.rest[j] * shrunk**j
+    for i in range(len(leaves) - 1):
+        z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
+        odds = scale * math.exp(min(z, FAR))
+        q = 1 / (1 + odds)
+        p = odds * q
+        room.p[i] = p
+        room.q[i] = q
+        counts[i + 1, 0] = counts[i, 0] * q
+        for j in range(1, counts.shape[1]):
+            counts[i + 1, j] = counts[i, j] * q + counts[i, j - 1] * p
+
+
+@jit
+def _differentiate(p, q, counts, shrunk, powers, leaf_slopes):
+    """Write the slopes of log(e_k / e_{k-1}): powers (K,), those of the rest, and leaf_slopes (leaves,).
+
+    shrunk: the factor that makes x relative to the k-th score, scaled.
+    """
+    k = counts.shape[1] - 1
+    e = counts[len(p)]
+    g = np.zeros(k + 1)
+    g[k] = 1 / e[k]
+    g[k - 1] = -1 / e[k - 1]
+    for m in range(1, k + 1):
+        c = e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0)
+        powers[m - 1] = -c * (-shrunk) ** m
+    for i in range(len(p) - 1, -1, -1):
+        success = 0.0  # the slope by p[i]
+        for j in range(1, k + 1):
+            success += g[j] * counts[i, j - 1]
+            g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
+        g[k] *= q[i]
+        leaf_slopes[i] = p[i] * success
+
+
+@jit
+def _forward(first, last, scores, labels, temperature, ks, values, saved):
+    """Write values, smooth and hard (batch, J), of scores (batch, n), ks (J,), and `saved`, for rows first..last."""
+    smooth, hard = values
+    room = _room(scores.shape[1], saved.columns.shape[1] - 1, ks[-1])
+    largest = np.empty(saved.columns.shape[1] - 1, _f32)
+    saved.powers[first:last] = _f32(0)
+    saved.leaf_slopes[first:last] = _f32(0)
     for row in range(first, last):
         o = scores[row]
-        true = labels[row]
-        leaves = index[row]
-        _find_largest(o, true, leaves[:num_leaves], largest)
-        leaves[num_leaves] = true
-        for r in range(K + 1):
-            top[row, r] = o[leaves[r]] if r < num_leaves else -_INF
-        place = K - 1
-        while place > 0 and top[row, place] == -_INF:
-            place -= 1
-        least = top[row, place]
-        origin[row, 0] = least
-
-        # e_0, ..., e_K of the rest, by Newton's identities
-        scale = 1.0
-        rest[0] = 1.0
-        counts[0, 0] = 1.0
-        if num_leaves < n - 1:
-            _exponentials(o, leaves, _f32(1 / temperature), least, x)
-            power[:] = x
-            for m in range(1, K + 1):
-                sums[m] = _sum_and_multiply(power, x)
-                scale = 1 / max(1.0, sums[1] / K) if m == 1 else scale
-                sums[m] *= scale**m
-                total = 0.0
-                for i in range(1, m + 1):
-                    total += rest[m - i] * (sums[i] if i % 2 else -sums[i])
-                rest[m] = max(total / m, 0.0)
-
+        leaves = saved.columns[row]
+        least = _find_leaves(o, labels[row], leaves, saved.top[row], largest)
+        saved.origin[row, 0] = least
+        scale = _expand_rest(o, leaves, least, temperature, room)
         for which in range(len(ks)):
             k = ks[which]
-            kth = top[row, k - 1]
-            smooth[row, which] = hard[row, which] = kth if kth == -_INF else kth - o[true]
+            kth = saved.top[row, k - 1]
+            own = o[labels[row]]
+            smooth[row, which] = hard[row, which] = kth if kth == -_INF else kth - own
             if kth == -_INF:
                 continue
-
-            # with one leaf after the other; exponentials are relative to the k-th now
             shrunk = math.exp((np.float64(least) - np.float64(kth)) / temperature)  # at most 1
-            for j in range(1, k + 1):
-                counts[0, j] = rest[j] * shrunk**j
-            for i in range(num_leaves):
-                z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
-                odds = scale * math.exp(min(z, FAR))
-                q[i] = 1 / (1 + odds)
-                p[i] = odds * q[i]
-                counts[i + 1, 0] = counts[i, 0] * q[i]
-                for j in range(1, k + 1):
-                    counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
-            e = counts[num_leaves]
-            difference = np.float64(kth) - np.float64(o[true])
-            smooth[row, which] = difference + temperature * math.log(e[k] / e[k - 1] / scale)
-
-            g[:] = 0
-            g[k] = 1 / e[k]
-            g[k - 1] = -1 / e[k - 1]
-            for m in range(1, k + 1):
-                c = e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0)
-                powers[row, which, m - 1] = -c * (-shrunk * scale) ** m
-            for i in range(num_leaves - 1, -1, -1):
-                success = 0.0  # the slope by p[i]
-                for j in range(1, k + 1):
-                    success += g[j] * counts[i, j - 1]
-                    g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
-                g[k] *= q[i]
-                leaf_slopes[row, which, i] = p[i] * success
+            counts = room.counts[:, : k + 1]
+            _add_leaves(o, leaves, kth, temperature, scale, shrunk, room, counts)
+            ratio = counts[-1, k] / counts[-1, k - 1] / scale
+            smooth[row, which] = (np.float64(kth) - np.float64(own)) + temperature * math.log(ratio)
+            _differentiate(
+                room.p, room.q, counts, shrunk * scale, saved.powers[row, which], saved.leaf_slopes[row, which]
+            )
 
 
 @jit
-def _backward(
-    first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, grad_scores
-):
-    """Write the gradient of scores (batch, n) from those of smooth and hard (batch, J), for rows first..last."""
-    n = scores.shape[1]
-    num_leaves = index.shape[1] - 1
-    K = powers.shape[2]
-    x = np.empty(n, _f32)
+def _add_gradients(row, top, ks, grads, saved, c, leaves):
+    """Add the gradients of smooth and hard to coefficients c (K,) and leaves (leaves,); return the true class's."""
+    grad, grad_hard = grads
+    true = _f32(0)
+    for which in range(len(ks)):
+        share = grad[row, which]
+        hard_share = grad_hard[row, which]
+        place = ks[which] - 1
+        if top[place] != -_INF:  # fewer than k others: no gradient
+            true -= share + hard_share
+            leaves[place] += hard_share
+            if share != 0:  # an unused branch may hold NaN or inf
+                c += share * saved.powers[row, which]
+                leaves += share * saved.leaf_slopes[row, which]
+    return true
+
+
+@jit
+def _backward(first, last, scores, labels, temperature, ks, saved, grads_and_output):
+    """Write the gradient of scores (batch, n) from those of smooth and hard (batch, J), for rows first..last.
+
+    grads_and_output: the two, and where it goes.
+    """
+    grad, grad_hard, grad_scores = grads_and_output
+    num_leaves = saved.columns.shape[1] - 1
+    K = saved.powers.shape[2]
+    x = np.empty(scores.shape[1], _f32)
     c = np.empty(K, _f32)
     leaves = np.empty(num_leaves, _f32)
     for row in range(first, last):
         slope = grad_scores[row]
-        true = _f32(0)
         slope[:] = _f32(0)
         c[:] = _f32(0)
         leaves[:] = _f32(0)
-        for which in range(len(ks)):
-            share = grad[row, which]
-            hard_share = grad_hard[row, which]
-            place = ks[which] - 1
-            if top[row, place] != -_INF:  # fewer than k others: no gradient
-                true -= share + hard_share
-                leaves[place] += hard_share
-                if share != 0:  # an unused branch may hold NaN or inf
-                    c += share * powers[row, which]
-                    leaves += share * leaf_slopes[row, which]
-        if np.any(c) and num_leaves < n - 1:
-            _exponentials(scores[row], index[row], _f32(1 / temperature), origin[row, 0], x)
+        true = _add_gradients(row, saved.top[row], ks, (grad, grad_hard), saved, c, leaves)
+        if np.any(c) and num_leaves < len(x) - 1:
+            _exponentials(scores[row], saved.columns[row], _f32(1 / temperature), saved.origin[row, 0], x)
             for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
-                for j in range(n):
+                for j in range(len(x)):
                     slope[j] = (c[m] + slope[j]) * x[j]
-        slope[index[row, :num_leaves]] = leaves
+        slope[saved.columns[row, :num_leaves]] = leaves
         slope[labels[row]] = true
 
 
 def _allocate(scores, labels, ks, temperature):
-    """Allocate smooth, hard, top; then, for the backward pass, index, origin, powers and leaf_slopes."""
+    """Allocate smooth, hard, top; then, for the backward pass, those of Saved."""
     batch, n = scores.shape
     J = len(ks)
     K = ks[-1]
@@ -213,8 +284,8 @@ def _allocate(scores, labels, ks, temperature):
 
 def _kth_largest(scores, labels, ks, temperature):
     outputs = _allocate(scores, labels, ks, temperature)
-    inputs = (scores, labels, temperature.item(), np.array(ks))
-    in_threads(_forward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, *outputs)
+    inputs = (scores, labels, temperature.item(), np.array(ks), tuple(outputs[:2]), Saved(*outputs[2:]))
+    in_threads(_forward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs)
     return outputs
 
 
@@ -222,8 +293,8 @@ def _gradient(grads, outputs, scores, labels, ks, temperature):
     grad_scores = new_gradient(scores)
     unused = torch.zeros_like(outputs[0])
     grads = [unused if grad is None else grad for grad in grads[:2]]
-    inputs = (scores, labels, temperature.item(), np.array(ks), *outputs[2:], *grads)
-    in_threads(_backward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, grad_scores)
+    inputs = (scores, labels, temperature.item(), np.array(ks), Saved(*outputs[2:]), (*grads, grad_scores))
+    in_threads(_backward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs)
     return grad_scores
 
 

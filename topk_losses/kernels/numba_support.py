@@ -85,17 +85,29 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
+def as_arrays(value: Any) -> Any:
+    """A tensor as an array, a (named) tuple with its tensors as arrays, and everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().contiguous().numpy()
+    if not isinstance(value, tuple):
+        return value
+    parts = [as_arrays(part) for part in value]
+    if hasattr(value, "_fields"):
+        return type(value)(*parts)
+    return tuple(parts)
+
+
 def in_threads(loop: Callable[..., Any], number: int, work: int, *arguments: Any) -> None:
     """Run loop(first, last, *arguments) over the numbers below `number`, in several threads for enough work.
 
-    loop is a compiled function, which takes tensors as arrays; what it writes to must be contiguous. work: number of
-    threads that are worth it, beyond the first.
+    loop is a compiled function, which takes tensors as arrays, those in tuples, too; what it writes to must be
+    contiguous. work: number of threads that are worth it, beyond the first.
 
     A thread takes the next share when it has finished one: PyTorch's threads wait busily for some milliseconds after an
     operation, so that a core may be half taken. The threads are Python's, since kernels run without its lock; Numba's
     serve one caller at a time, and OpenMP's do not survive a fork.
     """
-    arrays = [value.detach().contiguous().numpy() if isinstance(value, Tensor) else value for value in arguments]
+    arrays = [as_arrays(value) for value in arguments]
     threads = max(1, min(torch.get_num_threads(), number, 1 + work))
     size = -(-number // (SHARES * threads)) if threads > 1 else max(1, number)
     starts = iter(range(0, number, size))  # next() holds Python's lock
