@@ -23,10 +23,11 @@ from matplotlib.figure import Figure
 
 from experiments.common import settings
 from experiments.common.files import replace_file
-from reporting import epochs, findings, markdown, noise, tables, temperatures
+from reporting import draws, epochs, findings, markdown, noise, tables, temperatures
 from reporting.compare import half_width
 from reporting.frames import CONFIGURATION, METRICS
 from reporting.speed import BENCHMARKS
+from studies.few_labels import FEW_LABELS
 from topk_losses import METHODS
 
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
@@ -96,12 +97,20 @@ def lines(frame: pd.DataFrame, x: str, ys: dict[str, str], by: str, **axes: str)
     return figure
 
 
+def legend_of(rows: pd.DataFrame) -> str:
+    """What the legend calls a line: its label, or its method."""
+    name = "method"
+    if "label" in rows:
+        name = "label"
+    return str(rows[name].iloc[0])
+
+
 def draw_line(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
     """Draw the mean of y against x with its 95 % band."""
     style = STYLE[rows["method"].iloc[0]]
     found = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"])
     half = halves(found["std"], found["count"])
-    axis.plot(found["mean"], label=rows["method"].iloc[0], markevery=max(1, len(found) // 8), **style)
+    axis.plot(found["mean"], label=legend_of(rows), markevery=max(1, len(found) // 8), **style)
     axis.fill_between(found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=style["color"])
 
 
@@ -313,6 +322,31 @@ def draw_noise(results: Path, folder: Path) -> list[Path]:
             axis.set_xlabel(f"better {BETTER_RIGHT}")
         drawn += save(figure, folder, f"noise_{labels}")
     return drawn
+
+
+def draw_few_labels(results: Path, folder: Path) -> list[Path]:
+    """Draw each loss minus cross-entropy against the labels a class, with its interval over draws; none without draws.
+
+    results: the folder of the study few_labels.
+    """
+    x = "labels a class"
+    rows = []
+    for name, found in draws.finished(results).items():
+        for loss in found.losses:
+            if loss == noise.BASELINE or noise.BASELINE not in found.titles:
+                continue
+            differences = found.minus(noise.Pair(loss, noise.BASELINE))
+            means = {metric: differences[metric].mean() for metric in METRICS}
+            method = found.finals[loss, found.choice]["method"].iloc[0]
+            size = FEW_LABELS.sizes[name][0]
+            rows.append({x: size, "method": method, "label": found.titles[loss], "loss": loss} | means)
+    if not rows:
+        return []
+    ys = {metric: f"Δ {label} (points)" for metric, label in METRICS.items()}
+    figure = lines(pd.DataFrame(rows).sort_values(x, kind="stable"), x, ys, by="loss", xscale="log")
+    for axis in figure.axes:
+        axis.axhline(0, color="black", linewidth=0.8)
+    return save(figure, folder, "few_labels")
 
 
 def noise_row(study: noise.Results, loss: str) -> dict[str, float | str]:

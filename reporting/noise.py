@@ -14,7 +14,7 @@ import pandas as pd
 from reporting import markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
-from studies.noise import BASELINE, CHOICES, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
+from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
 from studies.tuning import Known, Trial, Tried, Tuned
 
 ERROR = 0.05  # family-wise
@@ -39,6 +39,7 @@ class Results:
     def __init__(self, folder: Path, labels: str, design: Design = NOISE) -> None:
         study = design.study(labels)
         self.study = study
+        self.choice = next(iter(design.choices))  # of tables
         self.known = study.known(folder / f"{labels}_trials.csv")
         self.rule = study.rule_of(self.known)
         self.titles: dict[str, str] = {}
@@ -70,16 +71,18 @@ class Results:
         return list(self.titles)
 
     def best(self, losses: Sequence[str]) -> str:
-        """The loss whose choice has the best noisy validation, of the seeds that chose."""
+        """The loss whose choice has the best validation, of the seeds that chose."""
+        split = self.study.finals.choices[self.choice]
         scores = {}
         for loss in losses:
             for item in self.tried.get(loss, []):
-                if item.trial == self.chosen[loss, NOISY]:
-                    scores[loss] = item.mean_score(self.rule.deciding_seeds, CHOICES[NOISY])
+                if item.trial == self.chosen[loss, self.choice]:
+                    scores[loss] = item.mean_score(self.rule.deciding_seeds, split)
         return max(scores, key=scores.__getitem__)
 
-    def minus(self, pair: Pair, choice: str = NOISY) -> pd.DataFrame:
-        """The differences of two losses in points, a row per paired seed."""
+    def minus(self, pair: Pair, choice: str = "") -> pd.DataFrame:
+        """The differences of two losses in points, a row per paired seed. choice: of the tables by default."""
+        choice = choice or self.choice
         return paired(self.finals[pair.loss, choice], self.finals[pair.other, choice], list(METRICS))
 
     def pairs(self) -> list[Pair]:

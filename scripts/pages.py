@@ -29,11 +29,11 @@ from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
 from reporting import (
     columns,
+    draws,
     findings,
     hours,
     markdown,
     noise,
-    noise_draws,
     reference,
     reproduction,
     speed,
@@ -113,8 +113,9 @@ KINDS: dict[str, Callable[..., str]] = {
     "training_steps": speed.training_steps,
     "noise_table": noise.noise_table,
     "noise_answer": noise.noise_answer,
-    "noise_draws_answer": noise_draws.noise_draws_answer,
-    "noise_edges": noise_draws.noise_edges,
+    "noise_draws_answer": draws.noise_draws_answer,
+    "few_labels_answer": draws.few_labels_answer,
+    "edges": draws.edges,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,
@@ -191,6 +192,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
         words = [f"{REPOSITORY}/{name}.csv", f"--figures={folder}", *flags]
         drawn += report.report(report.parse_arguments(words)).figures
     drawn += figures.draw_noise(REPOSITORY / "noise", folder)
+    drawn += figures.draw_few_labels(REPOSITORY / "few_labels", folder)
     return drawn + figures.draw_findings(folder)
 
 

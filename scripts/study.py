@@ -23,7 +23,7 @@ from reporting import reproduction
 from reporting.status import Status, status_text
 from scripts.launch import launch, runs_of
 from studies import noise, tiny_imagenet
-from studies.catalog import STUDIES
+from studies.catalog import DESIGNS, STUDIES
 from studies.runs import DATASETS, Study, expected_runs
 from studies.tuning import Stage, Tuned, tune
 
@@ -41,8 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="heads: methods, or all (default: four of them)")
     parser.add_argument("--num_valid", type=int, help="heads: rows that validate, 0 for the data's own (default: 5000)")
     parser.add_argument("--human", type=Path, metavar="FILE", help="noise: CIFAR-100_human.pt of CIFAR-100N")
-    parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise: kinds of labels (default: all)")
-    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise: names in studies/noise.py (default: all)")
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise, few_labels: kinds (default: all)")
+    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise, few_labels: losses by name (default: all)")
     parser.add_argument("--folder", type=Path, help=f"noise: folder for files of labels (default: {noise.FOLDER})")
     parser.add_argument("--choice", choices=("noisy", "clean"), default="noisy", help="noise: which labels choose")
     return parser
@@ -93,6 +93,8 @@ def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
         print(f"# {args.study}: known when {earlier.name} is there")
     elif args.study in noise.DESIGNS:
         yield from noise_studies(args)
+    elif args.study in DESIGNS:
+        yield from studies_of_draws(args)
     elif args.study.startswith("heads"):
         yield make(args.data[0], **heads_options(args))
     elif args.study.startswith("tiny_imagenet"):
@@ -138,20 +140,36 @@ def heads_options(args: argparse.Namespace) -> dict:
 def noise_studies(args: argparse.Namespace) -> Iterator[Tuned]:
     """The study of each kind of labels; its file of labels is written first."""
     check_files(args.data)
-    design = noise.DESIGNS[args.study]
-    kinds = args.labels or list(design.kinds)
+    design = DESIGNS[args.study]
     folder = args.folder or noise.FOLDER
-    losses = tuple(args.losses or ())
-    for flag, names, known in (("--losses", losses, design.losses), ("--labels", kinds, tuple(design.kinds))):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{flag}: there is no {name}; choose among {', '.join(known)}")
+    kinds = kinds_of(args)
     if "human" in kinds and (args.human is None or not args.human.is_file()):
         raise ValueError("--human must name CIFAR-100_human.pt; or leave human out by --labels")
     for labels in kinds:
         path = folder / f"{labels}.pt"
         write_labels(design.kinds[labels], path, args)
-        yield design.study(labels, losses, folder, embeddings_id(path))
+        yield design.study(labels, args.losses or (), folder, embeddings_id(path))
+
+
+def studies_of_draws(args: argparse.Namespace) -> Iterator[Tuned]:
+    """The study of each draw of a file of embeddings."""
+    check_files(args.data)
+    path = Path(args.data[0])
+    name = embeddings_id(path)
+    for kind in kinds_of(args):
+        yield DESIGNS[args.study].study(kind, args.losses or (), path, name)
+
+
+def kinds_of(args: argparse.Namespace) -> list[str]:
+    """The kinds of labels, or draws, of a call. Raises ValueError for a kind or a loss that the study does not have."""
+    design = DESIGNS[args.study]
+    kinds = args.labels or list(design.kinds)
+    losses = args.losses or []
+    for flag, names, known in (("--losses", losses, design.losses), ("--labels", kinds, tuple(design.kinds))):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{flag}: there is no {name}; choose among {', '.join(known)}")
+    return kinds
 
 
 def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> None:

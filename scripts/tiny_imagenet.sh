@@ -14,3 +14,4 @@ else
 fi
 .venv/bin/python scripts/study.py tiny_imagenet "$@"
 .venv/bin/python scripts/study.py tiny_imagenet_more "$@"
+.venv/bin/python scripts/study.py tiny_imagenet_equal "$@"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.rows import read_rows
-from studies import beam_search, from_scratch, noise, paper, tiny_imagenet
+from studies import beam_search, few_labels, from_scratch, noise, paper, tiny_imagenet
 from studies.quickstart import quickstart
 from studies.runs import Study
 from studies.tuning import Tuned
@@ -48,6 +48,9 @@ def knn(*sources: str, short: bool = False) -> Study:
     return module.knn(*sources, short=short)
 
 
+DESIGNS = noise.DESIGNS | {few_labels.FEW_LABELS.name: few_labels.FEW_LABELS}  # studies of kinds of labels, or draws
+
+
 @dataclass(frozen=True)
 class Entry:
     """A study for the command line.
@@ -83,7 +86,10 @@ STUDIES = {
     "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid")),
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more),
+    "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal),
     "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder")),
+    "few_labels": Entry(few_labels.few_labels, data=("FILE",), options=("labels", "losses")),
+    "few_labels_scratch": Entry(few_labels.few_labels_scratch),
     "noise_draws": Entry(noise.noise_draws, data=("FILE",), options=("human", "labels", "losses", "folder")),
 }
 LISTED = (
@@ -98,6 +104,7 @@ LISTED = (
     from_scratch.strong(),
     from_scratch.scratch(),
     from_scratch.implementation(),
+    few_labels.few_labels_scratch(),
     beam_search.beam_search(),
     beam_search.beam_search(short=True),
 )
@@ -114,12 +121,12 @@ def study_of(file: str, folder: Path) -> Study | Tuned | None:
             return study
     parent, _, name = file.rpartition("/")
     stem = name.removesuffix(".csv").removesuffix("_trials")
-    if parent in noise.DESIGNS and stem in noise.DESIGNS[parent].kinds:
-        return noise.DESIGNS[parent].study(stem)
+    if parent in DESIGNS and stem in DESIGNS[parent].kinds:
+        return DESIGNS[parent].study(stem)
     if stem == "noise_scratch":
         return from_scratch.noise_scratch("CIFAR-100_human.pt")
-    if stem == "tiny_imagenet":
-        return tiny_imagenet.tiny_imagenet()
+    if stem in ("tiny_imagenet", "tiny_imagenet_equal"):
+        return STUDIES[stem].make()
     if stem == "tiny_imagenet_more":
         return tiny_imagenet.tiny_imagenet_more(folder / tiny_imagenet.TRIALS.name)
     if stem.startswith("heads") and (folder / f"{stem}_trials.csv").is_file():

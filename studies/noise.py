@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from studies.runs import IMAGENET
-from studies.tuning import Candidate, Finals, OnePass, Range, Sobol, Tuned
+from studies.tuning import Candidate, Finals, OnePass, Range, Rule, Sobol, Tuned
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Labels:
     Attributes:
         title: for tables.
         flags: of scripts/relabel.py, which write it.
-        noise: title of what draws have in common, where a study has several.
+        group: title of what draws have in common, where a study has several.
     """
 
     title: str
     flags: str
-    noise: str = ""
+    group: str = ""
 
 
 LABELS = {
@@ -65,7 +65,6 @@ ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # without order
 SORTING = ("splitter_selection", "lapsum", "softsort", "df_topk", "smooth_topk")  # without forward correction
 RANKING = (*SORTING, "splitter_selection_forward", "lapsum_forward")
 NOISE_RATES = Range(0.05, 0.8, linear=True)
-SEEDS = tuple(range(1, 11))  # of the finals
 HALF = "--p_k .5 0 0 0 .5 --m 16"  # half top-1, half top-5
 # Cross-entropy of the 16 scores that the losses above keep: all of them are within the first 16, so that the weight of
 # top-16 adds 1e-12 to the softmax. The method makes no difference.
@@ -141,7 +140,9 @@ class Design:
         losses: names in the space.
         epochs: numbers of epochs that trials have.
         ranges: numbers that all losses have.
-        choices: labels that choose, and the columns of their accuracy.
+        choices: labels that choose, and the columns of their accuracy; tables are of the first.
+        rule: the rule of selection.
+        seeds: of the finals.
     """
 
     name: str
@@ -150,30 +151,43 @@ class Design:
     epochs: tuple[int, ...]
     ranges: dict[str, Range]
     choices: dict[str, str] = field(default_factory=lambda: {"noisy": CHOICES["noisy"]})
+    rule: Rule = field(default_factory=Rule)
+    seeds: tuple[int, ...] = tuple(range(1, 11))
 
     @property
     def results(self) -> Path:
         return Path("results") / self.name
 
-    def study(self, labels: str, losses: Sequence[str] = (), folder: Path = FOLDER, embeddings: str = "") -> Tuned:
+    def flags(self, labels: str, data: Path) -> str:
+        """The flags of the data and the evaluation; data: the folder of the files of labels."""
+        return f"--batch_size 500 --eval_freq 0 -d {shlex.quote(str(data / f'{labels}.pt'))}"
+
+    def title(self, labels: str) -> str:
+        return f"Wrong labels: {self.kinds[labels].title}"
+
+    def epochs_of(self, labels: str) -> tuple[int, ...]:
+        return self.epochs
+
+    def study(self, labels: str, losses: Sequence[str] = (), data: Path = FOLDER, embeddings: str = "") -> Tuned:
         """The study of a kind of labels. losses: names, all of the design by default."""
-        data = f"--batch_size 500 --eval_freq 0 -d {shlex.quote(str(folder / f'{labels}.pt'))}"
+        flags = self.flags(labels, data)
         trials = self.results / f"{labels}_trials.csv"
         finals = self.results / f"{labels}.csv"
         names = losses or self.losses
         sobol = Sobol(
             name="trials",
-            commands=OnePass(IMAGENET, trials, f"{data} --results {trials}"),
+            commands=OnePass(IMAGENET, trials, f"{flags} --results {trials}"),
             number=30,
-            epochs=self.epochs,
+            epochs=self.epochs_of(labels),
             ranges=self.ranges,
         )
+        last = OnePass(IMAGENET, finals, f"{flags} --results {finals}", self.seeds)
         return Tuned(
             name=f"{self.name}_{labels}",
-            title=f"Wrong labels: {self.kinds[labels].title}",
-            space=tuple(item for item in space(labels, folder) if item.name in names),
+            title=self.title(labels),
+            space=tuple(item for item in space(labels, data) if item.name in names),
             rounds=(sobol,),
-            finals=Finals(OnePass(IMAGENET, finals, f"{data} --results {finals}", SEEDS), self.choices),
+            finals=Finals(last, self.choices, rule=self.rule),
             embeddings=embeddings,
         )
 

@@ -1,12 +1,15 @@
 """The rows of Table 3 on Tiny-ImageNet-200: nine trials of each, ten other seeds of what validation chooses.
 
-Then six more trials of two losses, around the best of the first.
+Then six more trials of two losses, around the best of the first. `tiny_imagenet_equal` gives losses without order as
+many trials as a sort has with all its P_K.
 """
 
+import itertools
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from studies.runs import IMAGENET
+from studies.runs import IMAGENET, as_flags
 from studies.tuning import ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
 
 # The paper's P_K. Losses of a single k have the first; cross-entropy has label smoothing and weight decay to try.
@@ -92,5 +95,39 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
         space=tuple(candidates),
         rounds=(grid,),
         finals=Finals(finals, {"valid": "valid"}, together=False),
+        embeddings=embeddings,
+    )
+
+
+def combinations(**values: Sequence[float | str | None]) -> tuple[str, ...]:
+    """The flags of all combinations of the values of some settings; None leaves one out."""
+    options = []
+    for chosen in itertools.product(*values.values()):
+        options.append(as_flags(dict(zip(values, chosen))))
+    return tuple(options)
+
+
+def tiny_imagenet_equal(data: Path = DATA, embeddings: str = "") -> Tuned:
+    """45 trials of each of five losses, 15 settings and three learning rates: two sorts and three losses without order.
+
+    The sorts are those that did not lose top-1 in `tiny_imagenet`; their trials are those of all their rows there.
+    """
+    decays = (None, 1.0, 3.0)
+    options = {
+        "softmax_cross_entropy": combinations(label_smoothing=(None, 0.05, 0.1, 0.2, 0.4), weight_decay=decays),
+        "ldr_kl": combinations(inverse_temperature=(0.25, 0.5, 1.0, 2.0, 4.0), margin=(None, 1.0, 2.0)),
+        "generalized_cross_entropy": combinations(q=(0.1, 0.3, 0.5, 0.7, 0.9), weight_decay=decays),
+    }
+    for sort in ("softsort", "splitter_selection"):
+        options[sort] = combinations(p_k=P_KS, inverse_temperature=INVERSE_TEMPERATURES[sort])
+    candidates = [Candidate(name, name, f"--method {name}", options=own) for name, own in options.items()]
+    results = Path("results/tiny_imagenet_equal_trials.csv")
+    finals = commands(Path("results/tiny_imagenet_equal.csv"), data).with_seeds(SEEDS)
+    return Tuned(
+        name="tiny_imagenet_equal",
+        title="Tiny-ImageNet-200, 45 trials of each of five losses",
+        space=tuple(candidates),
+        rounds=(Grid("trials", commands(results, data), 6, {"lr": (0.001, 0.002, 0.004)}),),
+        finals=Finals(finals, {"valid": "valid"}),
         embeddings=embeddings,
     )

@@ -10,8 +10,7 @@ from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from studies import runs
-from studies.catalog import LISTED, STUDIES
-from studies.noise import DESIGNS
+from studies.catalog import DESIGNS, LISTED, STUDIES
 from studies.runs import DEFAULTS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
 from topk_losses import METHODS, RELAXATIONS
 
@@ -25,7 +24,7 @@ PARSE = {
 NUM_RUNS = {
     **{"table1": 20, "table1_short": 30, "table4": 46, "table4_short": 46, "table5": 12, "strong": 6, "scratch": 30},
     **{"table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "implementation": 8, "quickstart": 4},
-    **{"beam_search": 20, "beam_search_short": 20},
+    **{"few_labels_scratch": 30, "beam_search": 20, "beam_search_short": 20},
 }
 DATA = {"FILE": "a file.pt", "DATA...": "digits", "OF_10": "a.pt", "OF_100": "b.pt", "OF_1000": "c.pt"}
 DATA |= {"HUMAN": __file__}  # a file that is there
@@ -42,7 +41,7 @@ def commands_of(name: str) -> list[str]:
     entry = STUDIES[name]
     words = [DATA[word] for word in entry.data]
     if name in DESIGNS:
-        words = ["human"]  # a kind of labels
+        words = [next(iter(DESIGNS[name].kinds))]
     study = entry.make(*words)
     if isinstance(study, Study):
         return study.commands()

@@ -8,8 +8,9 @@ import torch
 
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
-from studies import from_scratch, heads, noise, tiny_imagenet
-from studies.catalog import LISTED, STUDIES, study_of
+from experiments.finetune_imagenet import parse_arguments
+from studies import few_labels, from_scratch, heads, noise, tiny_imagenet
+from studies.catalog import DESIGNS, LISTED, STUDIES, study_of
 from studies.runs import RunIndex, expected_runs, parse_flags
 from studies.tuning import (
     ONE_SEED,
@@ -219,8 +220,9 @@ def test_without_seeds_of_the_rule_the_first_seed_chose_and_says_so(study):
     assert "The 2 trials" in study.rule_of(study.known()).text
 
 
-TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "noise_scratch.csv"]
-TUNED += [f"{name}/{labels}.csv" for name, design in noise.DESIGNS.items() for labels in design.kinds]
+TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "tiny_imagenet_equal.csv"]
+TUNED += ["noise_scratch.csv"]
+TUNED += [f"{name}/{labels}.csv" for name, design in DESIGNS.items() for labels in design.kinds]
 
 
 def test_every_study_with_trials_is_among_these():
@@ -304,6 +306,18 @@ def test_table_3_on_tiny_imagenet_is_the_repositorys():
         assert len(finals.rows) == 10 * len(study.space)
 
 
+def test_on_tiny_imagenet_five_losses_have_45_trials_and_those_of_the_sorts_have_run():
+    study = tiny_imagenet.tiny_imagenet_equal()
+    first = tiny_imagenet.tiny_imagenet()
+    known = first.known(REPOSITORY / "tiny_imagenet_trials.csv")
+    for candidate in study.space:
+        trials = study.trials_of(candidate, known)
+        assert len(set(trials)) == len(trials) == 45
+        assert known.are_done(trials) == (candidate.name in tiny_imagenet.INVERSE_TEMPERATURES)
+        for trial in trials:  # the script takes them
+            parse_arguments(shlex.split(trial.flags))
+
+
 def test_from_scratch_noisy_validation_chose_what_got_more_seeds(monkeypatch, tmp_path):
     study = from_scratch.noise_scratch("data/downloads/CIFAR-100_human.pt")
     rows = read_rows(REPOSITORY / "noise_scratch.csv")
@@ -325,3 +339,28 @@ def test_temperatures_of_heads_are_settings_that_their_losses_take():
         for option in heads.candidate(method).options:
             assert option == "" or option.startswith("--")
     assert torch.isclose(torch.tensor(heads.LEVEL), torch.tensor(2.0**-12))
+
+
+@pytest.mark.parametrize("kind", few_labels.FEW_LABELS.kinds)
+def test_few_labels_train_as_many_images_as_validate_for_the_same_steps(kind):
+    """The numbers of the command, read by the script: images a class, the draw, and steps of each number of epochs."""
+    study = few_labels.few_labels(kind, data=Path("heads.pt"))
+    _, per_class, draw = kind.split("_")
+    steps = set()
+    for command in study.round_commands(study.rounds[0]):
+        args = parse_arguments(shlex.split(command)[2:])
+        assert args.limit_train - args.num_valid == args.num_valid == 100 * int(per_class)
+        assert args.split_seed == int(draw.removeprefix("draw"))
+        assert (args.eval_freq, str(args.data_path), len(args.also)) == (0, "heads.pt", 9)
+        steps.add(args.n_epochs * (args.num_valid // args.batch_size))
+    assert steps == {200, 800, 2400}
+    assert len(study.space) == len(few_labels.LOSSES) == 5
+
+
+def test_every_draw_of_a_design_has_other_data():
+    """Kinds of labels differ in the flags of their files, or in those of their commands."""
+    for design in DESIGNS.values():
+        made = set()
+        for kind, labels in design.kinds.items():
+            made.add((labels.flags, design.flags(kind, Path("data")).replace(kind, "")))
+        assert len(made) == len(design.kinds)

@@ -1,6 +1,7 @@
-"""Wrong labels over draws of the noise: the tables of what is finished, against plain computations."""
+"""Studies over draws: the tables of what is finished, against plain computations."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,19 +10,23 @@ from scipy import stats
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import OWN_SETTINGS, cell
-from reporting import noise_draws
-from reporting.noise_draws import noise_draws_answer, noise_edges
-from studies.noise import NOISE_DRAWS, SEEDS
+from reporting import draws
+from reporting.draws import edges, few_labels_answer, noise_draws_answer
+from reporting.figures import draw_few_labels
+from studies.few_labels import FEW_LABELS
+from studies.noise import NOISE_DRAWS
 from studies.runs import parse_flags
 from studies.tuning import Rule
 from tests.scripts.trained import changed
 
 METRICS = ("test_top1", "test_top5")
-LEVELS = {"cross_entropy": 0.50, "gce": 0.52, "lapsum": 0.521}
+LEVELS = {"cross_entropy": 0.50, "ldr_kl": 0.51, "softsort": 0.515, "gce": 0.52, "lapsum": 0.521}
 BASES = {"cross_entropy": "softmax_cross_entropy", "gce": "generalized_cross_entropy", "lapsum": "lapsum"}
 TRIALS = (0, 1, 29)  # of the 30
 CHOSEN = 1  # best by the mean of the finalists; by seed 0 the first is
+FEW = ("labels_5_draw0", "labels_5_draw1", "labels_100_draw0")
 RULE = Rule()
+SEEDS = NOISE_DRAWS.seeds
 KINDS = tuple(NOISE_DRAWS.kinds)
 
 
@@ -31,19 +36,23 @@ class Made:
     Args:
         folder: for the files.
         bases: a row of each loss.
+        design: of the study.
     """
 
-    def __init__(self, folder, bases):
+    def __init__(self, folder, bases, design=NOISE_DRAWS):
         self.folder = folder
         self.bases = bases
+        self.design = design
         self.random = np.random.default_rng(0)
+        self.more = {}  # validation that a loss has more, by (loss, whether of the seeds that chose)
         self.accuracy = {}  # (labels, loss, metric) -> ten numbers
 
     def rows_of(self, labels, loss, number, seeds, cells_of):
-        study = NOISE_DRAWS.study(labels, (loss,))
+        study = self.design.study(labels, (loss,))
         trial = study.rounds[0].of(study.space[0], None)[number]
-        values = {key: cell(value) for key, value in parse_flags(trial.flags).items()}
-        plain = dict.fromkeys(OWN_SETTINGS, "") | {"batch_size": "500", "eval_freq": "0", "n_epochs": trial.n_epochs}
+        given = parse_flags(f"{study.rounds[0].commands.flags} {trial.flags}")
+        values = {key: cell(value) for key, value in given.items() if key in self.bases[loss]}
+        plain = dict.fromkeys(OWN_SETTINGS, "") | {"n_epochs": trial.n_epochs}
         rows = []
         for seed in seeds:
             name = f"{labels}-{loss}-{number}-{seed}"
@@ -51,22 +60,22 @@ class Made:
             rows.append(changed(self.bases[loss], **plain | values | own))
         return rows
 
-    def valid(self, number, seed):
+    def valid(self, loss, number, seed):
         """Validation: the first trial is the best of seed 0, the second of the seeds of the rule."""
         level = {0: 0.43, 1: 0.42, 29: 0.30}[number]
         if seed:
             level = {0: 0.40, 1: 0.41, 29: 0.30}[number]
+        level += self.more.get((loss, seed > 0), 0)
         return {f"last_valid_top{k}": level + 0.001 * (seed % 3) for k in (1, 5)}
 
-    def write(self, labels, losses=tuple(LEVELS), finalists=RULE.seeds, finals=SEEDS):
+    def write(self, labels, losses=tuple(BASES), finalists=RULE.seeds, finals=SEEDS):
         """The trials, finalists and finals of losses on a kind of labels."""
         trials = []
         tests = []
         for loss in losses:
             for number in TRIALS:
-                trials += self.rows_of(
-                    labels, loss, number, (0, *finalists), lambda seed, place=number: self.valid(place, seed)
-                )
+                valid = partial(self.valid, loss, number)
+                trials += self.rows_of(labels, loss, number, (0, *finalists), valid)
             draw = self.random.normal(0, 0.004)
             levels = LEVELS[loss] + draw + self.random.normal(0, 0.002, (len(finals), 2))
             for metric, numbers in zip(METRICS, levels.T):
@@ -86,9 +95,9 @@ def made(trained, tmp_path):
     rows = {row["method"]: row for row in read_rows(trained / "noise" / "human_trials.csv")}
     folder = tmp_path / "noise_draws"
     folder.mkdir()
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
     yield Made(folder, {loss: rows[method] for loss, method in BASES.items()})
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
 
 
 def tables(text):
@@ -143,17 +152,29 @@ def test_the_answer_has_the_draws_that_are_finished(made, kinds):
     over, each = tables(noise_draws_answer(made.folder))
     by_noise = {}
     for labels in kinds:
-        by_noise.setdefault(NOISE_DRAWS.kinds[labels].noise, []).append(labels)
+        by_noise.setdefault(NOISE_DRAWS.kinds[labels].group, []).append(labels)
     pairs = {"GCE − cross-entropy": ("gce", "cross_entropy"), "LapSum − GCE": ("lapsum", "gce")}
     pairs["best of 1 top-k losses − best of 1 robust losses"] = ("lapsum", "gce")
     expected = []
-    for (noise, draws), (name, (loss, other)) in itertools.product(by_noise.items(), pairs.items()):
+    for (noise, names), (name, (loss, other)) in itertools.product(by_noise.items(), pairs.items()):
         cells = []
         for metric in METRICS:
-            cells += expected_row(made, draws, loss, other, metric)
-        expected.append([noise, name, *cells, str(len(draws)), "10"])
+            cells += expected_row(made, names, loss, other, metric)
+        expected.append([noise, name, *cells, str(len(names)), "10"])
     assert sorted(over) == sorted(expected)
     assert len(each) == len(kinds) * len(pairs)
+
+
+def test_the_best_of_each_side_is_the_best_by_the_seeds_that_chose(made):
+    """By seed 0 LapSum would be, and its difference is another."""
+    made.bases["softsort"] = changed(made.bases["lapsum"], method="softsort")
+    made.more = {("lapsum", False): 0.01, ("softsort", True): 0.01}
+    made.write("human", (*BASES, "softsort"))
+    (row,) = [row for row in tables(noise_draws_answer(made.folder))[0] if row[1].startswith("best of 2 top-k losses")]
+    cells = []
+    for metric in METRICS:
+        cells += expected_row(made, ["human"], "softsort", "gce", metric)
+    assert row[2:6] == cells
 
 
 def test_an_interval_over_draws_is_that_of_their_means(made):
@@ -174,13 +195,53 @@ def test_an_interval_over_draws_is_that_of_their_means(made):
 def test_a_draw_that_is_not_finished_is_left_out(made, left_out):
     made.write("symmetric_.4_draw0")
     before = tables(noise_draws_answer(made.folder))
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
     made.write("symmetric_.4_draw1", **left_out)
     assert tables(noise_draws_answer(made.folder)) == before
 
 
+@pytest.fixture
+def few(made):
+    """Two draws of 5 labels a class and one of 100, of two losses, with three seeds."""
+    few = Made(made.folder.with_name("few_labels"), {"cross_entropy": made.bases["cross_entropy"]}, FEW_LABELS)
+    few.folder.mkdir()
+    few.bases |= {"ldr_kl": changed(few.bases["cross_entropy"], method="ldr_kl")}
+    for name in FEW:
+        few.write(name, ("cross_entropy", "ldr_kl"), FEW_LABELS.rule.seeds, FEW_LABELS.seeds)
+    return few
+
+
+def test_few_labels_have_a_row_for_each_number_of_labels(few):
+    over, each = tables(few_labels_answer(few.folder))
+    expected = []
+    for group, kinds in (("5 labels a class", FEW[:2]), ("100 labels a class", FEW[2:])):
+        cells = []
+        for metric in METRICS:
+            cells += expected_row(few, kinds, "ldr_kl", "cross_entropy", metric)
+        expected.append([group, "LDR-KL − cross-entropy", *cells, str(len(kinds)), "3"])
+    assert over == expected
+    assert len(each) == 3
+    assert FEW_LABELS.rule.text in few_labels_answer(few.folder)
+
+
+def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, tmp_path, saved):
+    assert [path.name for path in draw_few_labels(few.folder, tmp_path)] == ["few_labels.svg"]
+    (figure,) = saved
+    for axis, metric in zip(figure.axes, METRICS, strict=True):
+        (line,) = [line for line in axis.lines if line.get_label() == "LDR-KL"]
+        for kinds, height in zip((FEW[:2], FEW[2:]), line.get_ydata(), strict=True):
+            means = [np.mean(few.difference(kind, "ldr_kl", "cross_entropy", metric)) for kind in kinds]
+            assert height == pytest.approx(np.mean(means))
+        assert line.get_xdata().tolist() == [5, 100]
+
+
+def test_without_a_draw_there_is_no_figure(made, tmp_path):
+    empty = made.folder.with_name("few_labels")
+    assert draw_few_labels(empty, tmp_path) == []
+
+
 def test_without_a_finished_draw_there_is_a_sentence(made):
-    for call in (noise_draws_answer, noise_edges):
+    for call in (noise_draws_answer, edges):
         assert call(made.folder) == "No draw is finished yet."
 
 
@@ -197,11 +258,11 @@ def test_an_edge_is_the_outer_sixth_of_a_range(made):
     """Counted again by the numbers of the trials that were chosen."""
     made.write("human")
     made.write("symmetric_.2_draw3")
-    counts = {row[0]: row[1:] for row in tables(noise_edges(made.folder))[0]}
+    counts = {row[0]: row[1:] for row in tables(edges(made.folder))[0]}
     study = NOISE_DRAWS.study("human")
     places = {"learning rate": [], "weight decay": []}
     for candidate in study.space:
-        if candidate.name not in LEVELS:
+        if candidate.name not in BASES:
             continue
         values = parse_flags(study.rounds[0].of(candidate, None)[CHOSEN].shared)
         places["learning rate"].append(np.log(values["lr"] / 0.0001) / np.log(0.003 / 0.0001))
@@ -215,12 +276,12 @@ def test_an_edge_is_the_outer_sixth_of_a_range(made):
 
 def test_of_the_first_study_nearly_all_choices_have_the_most_epochs_and_many_little_weight_decay():
     """What the ranges of the study over draws answer to."""
-    counts = {row[0]: row[1:] for row in tables(noise_edges(REPOSITORY / "noise"))[0]}
+    counts = {row[0]: row[1:] for row in tables(edges(REPOSITORY / "noise"))[0]}
     assert counts["epochs"] == ["142", "8", "134", "high"]
     assert counts["weight decay"][3] == "low"
     assert counts["learning rate"][3] == ""
 
 
 def test_a_folder_of_no_study_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be named as a study, noise or noise_draws"):
+    with pytest.raises(ValueError, match="must be named as a study, noise, noise_draws, few_labels"):
         noise_draws_answer(tmp_path / "elsewhere")

@@ -1,7 +1,7 @@
-"""The study of wrong labels over draws of the noise: differences of chosen losses, and where choices lie in ranges.
+"""Studies over draws of the data: differences of chosen losses, and where choices lie in their ranges.
 
-Each draw of the noise goes through the whole study: trials, finalists, finals. A difference on a draw is the mean of
-its paired seeds. Draws and losses that are not finished are left out.
+Each draw goes through the whole study: trials, finalists, finals. A difference on a draw is the mean of its paired
+seeds. Draws and losses that are not finished are left out.
 """
 
 import functools
@@ -14,8 +14,9 @@ import pandas as pd
 from reporting import markdown
 from reporting.compare import Interval, interval, over_draws, over_seeds
 from reporting.frames import METRICS
-from reporting.noise import NOISY, Pair, Results, setup
-from studies.noise import DESIGNS, NOISE_DRAWS, ROBUST, SORTING
+from reporting.noise import Pair, Results, setup
+from studies.catalog import DESIGNS
+from studies.noise import BASELINE, ROBUST, SORTING, Design
 from studies.runs import parse_flags
 from studies.tuning import Range, Trial
 
@@ -27,20 +28,29 @@ PAIRS = (
     Pair("lapsum", "gce"),
     Pair("forward_estimated", "gce"),
 )
+PAIRS_OF_FEW_LABELS = (
+    Pair("label_smoothing", BASELINE),
+    Pair("ldr_kl", BASELINE),
+    Pair("splitter_selection", BASELINE),
+    Pair("lapsum", BASELINE),
+    Pair("splitter_selection", "ldr_kl"),
+)
+NOTHING = "No draw is finished yet."
 EDGE = 1 / 6  # share of a range at each end: about five of 30 trials
 TOO_MANY = 0.25  # share of choices at one edge above which a range is to be widened there
 
 
+def design_of(folder: Path) -> Design:
+    """The design of a folder of results. Raises ValueError for a folder that is not named as one."""
+    if folder.name not in DESIGNS:
+        raise ValueError(f"the folder must be named as a study, {', '.join(DESIGNS)}; got {folder}")
+    return DESIGNS[folder.name]
+
+
 @functools.cache
 def finished(folder: Path) -> dict[str, Results]:
-    """The results of the kinds of labels of which a loss has all its final runs, in the order of the design.
-
-    Raises:
-        ValueError: a folder that is not named as a design of studies/noise.py.
-    """
-    if folder.name not in DESIGNS:
-        raise ValueError(f"the folder must be named as a study, {' or '.join(DESIGNS)}; got {folder}")
-    design = DESIGNS[folder.name]
+    """The results of the draws on which a loss has all its final runs, in the order of the design."""
+    design = design_of(folder)
     every = {}
     for labels in design.kinds:
         results = Results(folder, labels, design)
@@ -50,13 +60,13 @@ def finished(folder: Path) -> dict[str, Results]:
 
 
 class Draws(NamedTuple):
-    """The draws of one noise on which both sides of a difference are finished.
+    """The draws of a group, such as one noise, on which both sides of a difference are finished.
 
     Attributes:
-        differences: of each draw by its kind of labels, in points, a row per paired seed.
+        differences: of each draw by its name, in points, a row per paired seed.
     """
 
-    noise: str
+    group: str
     name: str
     differences: dict[str, pd.DataFrame]
 
@@ -64,12 +74,12 @@ class Draws(NamedTuple):
         return [differences[metric] for differences in self.differences.values()]
 
 
-def by_noise(folder: Path) -> dict[str, dict[str, Results]]:
-    """The results of the draws of each noise."""
+def by_group(folder: Path) -> dict[str, dict[str, Results]]:
+    """The results of the draws of each group."""
+    kinds = design_of(folder).kinds
     found: dict[str, dict[str, Results]] = {}
-    for labels, results in finished(folder).items():
-        noise = NOISE_DRAWS.kinds[labels].noise
-        found.setdefault(noise, {})[labels] = results
+    for name, results in finished(folder).items():
+        found.setdefault(kinds[name].group, {})[name] = results
     return found
 
 
@@ -77,7 +87,7 @@ def short_title(loss: str, results: Results) -> str:
     return results.titles[loss].replace("splitter selection network", "splitter")
 
 
-def of_pair(noise: str, draws: Mapping[str, Results], pair: Pair) -> Draws:
+def of_pair(group: str, draws: Mapping[str, Results], pair: Pair) -> Draws:
     """The differences of two losses."""
     differences = {}
     name = ""
@@ -85,7 +95,7 @@ def of_pair(noise: str, draws: Mapping[str, Results], pair: Pair) -> Draws:
         if pair.loss in results.titles and pair.other in results.titles:
             differences[labels] = results.minus(pair)
             name = f"{short_title(pair.loss, results)} − {short_title(pair.other, results)}"
-    return Draws(noise, name, differences)
+    return Draws(group, name, differences)
 
 
 def family(losses: Sequence[str], draws: Mapping[str, Results]) -> list[str]:
@@ -93,7 +103,7 @@ def family(losses: Sequence[str], draws: Mapping[str, Results]) -> list[str]:
     return [loss for loss in losses if all(loss in results.titles for results in draws.values())]
 
 
-def of_best(noise: str, draws: Mapping[str, Results]) -> Draws:
+def of_best(group: str, draws: Mapping[str, Results]) -> Draws:
     """The best loss that sorts minus the best robust loss, each by the validation of its draw."""
     both = {}
     for labels, results in draws.items():
@@ -105,15 +115,16 @@ def of_best(noise: str, draws: Mapping[str, Results]) -> Draws:
     if ranking and robust:
         for labels, results in both.items():
             differences[labels] = results.minus(Pair(results.best(ranking), results.best(robust)))
-    return Draws(noise, f"best of {len(ranking)} top-k losses − best of {len(robust)} robust losses", differences)
+    return Draws(group, f"best of {len(ranking)} top-k losses − best of {len(robust)} robust losses", differences)
 
 
-def comparisons(folder: Path) -> list[Draws]:
-    """All differences of all noises that have a draw."""
+def comparisons(folder: Path, pairs: Sequence[Pair], with_best: bool = False) -> list[Draws]:
+    """The differences of pairs for each group that has a draw; with_best: also of the best losses."""
     found = []
-    for noise, draws in by_noise(folder).items():
-        found += [of_pair(noise, draws, pair) for pair in PAIRS]
-        found.append(of_best(noise, draws))
+    for group, draws in by_group(folder).items():
+        found += [of_pair(group, draws, pair) for pair in pairs]
+        if with_best:
+            found.append(of_best(group, draws))
     return [item for item in found if item.differences]
 
 
@@ -130,7 +141,7 @@ def half(value: Interval) -> str:
 
 
 def answer_row(item: Draws) -> dict[str, str]:
-    row = {"labels": item.noise, "difference": item.name}
+    row = {"labels": item.group, "difference": item.name}
     for metric, name in METRICS.items():
         row[f"Δ {name}, over draws"] = over_draws_cell(item.values(metric))
         row[f"{name}, over seeds"] = half(over_seeds(item.values(metric)))
@@ -138,37 +149,51 @@ def answer_row(item: Draws) -> dict[str, str]:
     return row | {"draws": str(len(item.differences)), "seeds": " or ".join(map(str, sorted(seeds)))}
 
 
-def draw_rows(folder: Path) -> list[dict[str, str]]:
+def draw_rows(folder: Path, found: Sequence[Draws]) -> list[dict[str, str]]:
     """Each difference on each draw, with its interval over paired seeds."""
+    kinds = design_of(folder).kinds
     rows = []
-    for item in comparisons(folder):
-        for labels, differences in item.differences.items():
-            row = {"labels": NOISE_DRAWS.kinds[labels].title, "difference": item.name}
-            for metric, name in METRICS.items():
+    for item in found:
+        for name, differences in item.differences.items():
+            row = {"labels": kinds[name].title, "difference": item.name}
+            for metric, label in METRICS.items():
                 gain = interval(differences[metric])
-                row[f"Δ {name}"] = f"{markdown.interval(gain)} ({gain.verdict})"
+                row[f"Δ {label}"] = f"{markdown.interval(gain)} ({gain.verdict})"
             rows.append(row)
     return rows
 
 
-def noise_draws_answer(folder: Path) -> str:
-    """Markdown: the differences of losses for each noise over its draws, then on each draw."""
-    every = finished(folder)
-    rows = [answer_row(item) for item in comparisons(folder)]
-    if not rows:
-        return "No draw is finished yet."
-    first = next(iter(every.values()))
+def answer(folder: Path, about: str, found: Sequence[Draws]) -> str:
+    """Markdown: differences for each group over its draws, then on each draw. about: a sentence for the caption."""
+    if not found:
+        return NOTHING
+    first = next(iter(finished(folder).values()))
     above = (
-        f"CIFAR-100 with wrong labels: {setup(first)} Differences of test accuracy in points. Over draws: the mean "
-        "over draws of the noise, each the mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over "
-        "seeds: the interval that leaves out the spread of draws. Top-k losses are half top-1 and half top-5 of 16 "
-        "scores. The best of each side is the best by validation on its draw."
+        f"CIFAR-100, {setup(first)} Differences of test accuracy in points. Over draws: the mean over draws, each the "
+        "mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over seeds: the interval that leaves "
+        f"out the spread of draws. {about}"
     )
-    details = markdown.table(draw_rows(folder))
+    rows = markdown.table([answer_row(item) for item in found])
+    details = markdown.table(draw_rows(folder, found))
     return (
-        f'{above}\n\n{markdown.table(rows)}\n\n<details markdown="1">\n<summary>Each draw, with intervals over seeds'
-        f"</summary>\n\n{details}\n\n</details>"
+        f'{above}\n\n{rows}\n\n<details markdown="1">\n<summary>Each draw, with intervals over seeds</summary>\n\n'
+        f"{details}\n\n</details>"
     )
+
+
+def noise_draws_answer(folder: Path) -> str:
+    """Markdown: the differences of losses with wrong labels over draws of each noise."""
+    about = (
+        "Top-k losses are half top-1 and half top-5 of 16 scores. The best of each side is the best by validation on "
+        "its draw."
+    )
+    return answer(folder, about, comparisons(folder, PAIRS, with_best=True))
+
+
+def few_labels_answer(folder: Path) -> str:
+    """Markdown: the differences of losses with few labels a class over draws of the images."""
+    about = "As many images validate as train. Top-k losses are half top-1 and half top-5 of 16 scores."
+    return answer(folder, about, comparisons(folder, PAIRS_OF_FEW_LABELS))
 
 
 class Place(NamedTuple):
@@ -199,15 +224,15 @@ def places_of(trial: Trial, ranges: Mapping[str, Range], epochs: Sequence[int]) 
 
 
 def choices(folder: Path) -> dict[tuple[str, str], list[Place]]:
-    """The places of what noisy validation chose, by the kind of labels and the loss."""
-    design = DESIGNS[folder.name]
+    """The places of what validation chose, by the kind of labels and the loss."""
+    design = design_of(folder)
     found = {}
     for labels, results in finished(folder).items():
         for candidate in results.study.space:
             if candidate.name in results.titles:
-                trial = results.chosen[candidate.name, NOISY]
+                trial = results.chosen[candidate.name, results.choice]
                 ranges = design.ranges | candidate.ranges
-                found[labels, candidate.name] = places_of(trial, ranges, design.epochs)
+                found[labels, candidate.name] = places_of(trial, ranges, design.epochs_of(labels))
     return found
 
 
@@ -223,11 +248,11 @@ def edge_row(setting: str, places: Sequence[Place]) -> dict[str, str]:
     return row | {"more than a quarter": ", ".join(crowded)}
 
 
-def noise_edges(folder: Path) -> str:
+def edges(folder: Path) -> str:
     """Markdown: how many choices lie at an edge of the range of a setting, then every choice."""
     by_setting: dict[str, list[Place]] = {}
     rows = []
-    design = DESIGNS[folder.name]
+    design = design_of(folder)
     for (labels, loss), places in choices(folder).items():
         results = finished(folder)[labels]
         row = {"labels": design.kinds[labels].title, "loss": results.titles[loss]}
@@ -239,9 +264,9 @@ def noise_edges(folder: Path) -> str:
             by_setting.setdefault(heading, []).append(place)
         rows.append(row)
     if not rows:
-        return "No draw is finished yet."
+        return NOTHING
     above = (
-        "Choices by noisy validation. A number is at an edge if it lies in the outer sixth of its range, by its "
+        "Choices by validation. A number is at an edge if it lies in the outer sixth of its range, by its "
         "logarithm where trials have equal distances of it; a number of epochs if it is the least or the most."
     )
     counts = markdown.table([edge_row(setting, places) for setting, places in by_setting.items()])
