@@ -6,24 +6,36 @@ import pandas as pd
 
 from reporting import markdown
 
+SAME_PASS = 0.01  # seconds: by less differ the rows of classifiers that are trained in one pass over the data
 
-def seconds_of(file: Path) -> pd.DataFrame:
-    """The seconds of each run of a results file, training and evaluation, beside its device."""
-    rows = pd.read_csv(file)
-    seconds = rows["train_seconds"] + rows["eval_seconds"].fillna(0)
-    if "num_heads" in rows:  # in older rows the seconds are those of all classifiers of the pass
-        seconds = seconds / rows["num_heads"].fillna(1)
-    return pd.DataFrame({"seconds": seconds, "device": rows["device_name"]})
+
+def passes_of(file: Path) -> pd.DataFrame:
+    """The passes over the data of a results file: number of runs, seconds of all of them, device.
+
+    Linear classifiers that are trained together have rows with the seconds of the whole pass. In older rows, which have
+    `num_heads`, all seeds are in one pass; today each seed has its own.
+    """
+    rows = pd.read_csv(file, low_memory=False)
+    found = pd.DataFrame({"seed": rows["seed"], "device": rows["device_name"], "runs": 1})
+    found["seconds"] = rows["train_seconds"] + rows["eval_seconds"].fillna(0)
+    if "num_heads" in rows:
+        found["seed"] = 0
+    found = found.sort_values(["seed", "seconds"])
+    is_new = (found["seconds"].diff().abs() > SAME_PASS) | found["seed"].diff().ne(0)
+    return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "runs": "sum"})
 
 
 def hours(*files: Path) -> str:
-    """Markdown: the number of runs of some results files on each device, the median run and all together."""
-    runs = pd.concat([seconds_of(file) for file in files])
+    """Markdown: the number of runs of some results files on each device, the median run or pass and all together."""
+    passes = pd.concat([passes_of(file) for file in files])
     parts = []
-    for device, group in runs.groupby("device", sort=False)["seconds"]:
-        count = f"{len(group):,} runs"
-        if len(group) == 1:
+    for device, group in passes.groupby("device", sort=False):
+        runs = group["runs"].sum()
+        count = f"{runs:,} runs"
+        if runs == 1:
             count = "1 run"
-        median = markdown.duration(group.median())
-        parts.append(f"{count} on {device}, {median} each (median), {markdown.duration(group.sum())} in all")
+        if runs > len(group):
+            count += f" in {len(group)} passes over the data"
+        median = markdown.duration(group["seconds"].median())
+        parts.append(f"{count} on {device}, {median} each (median), {markdown.duration(group['seconds'].sum())} in all")
     return f"Our rows: {'; '.join(parts)}."

@@ -1,0 +1,39 @@
+"""Hours of results files: classifiers of one pass over the data count its seconds once."""
+
+import pandas as pd
+import pytest
+
+from reporting.hours import hours, passes_of
+from tests.scripts.trained import rows_of
+
+
+@pytest.fixture
+def write(trained, tmp_path):
+    """Write rows of trained classifiers with these seeds and seconds."""
+    row = rows_of(trained / "heads.csv")[0]
+
+    def call(cells: list[tuple[int, float]], **more: int):
+        file = tmp_path / "rows.csv"
+        rows = [{**row, "seed": seed, "train_seconds": s, "eval_seconds": 1, **more} for seed, s in cells]
+        pd.DataFrame(rows).to_csv(file, index=False)
+        return file
+
+    return call
+
+
+def test_a_pass_of_several_classifiers_counts_once(write):
+    file = write([(0, 99.0), (1, 200.0), (0, 99.0001), (1, 200.0002), (0, 159.0)])
+    passes = passes_of(file)
+    assert sorted(zip(passes["seconds"].round(), passes["runs"])) == [(100, 2), (160, 1), (201, 2)]
+    assert "5 runs in 3 passes over the data on" in hours(file)
+    assert hours(file).endswith("3 min each (median), 8 min in all.")
+
+
+def test_older_passes_held_all_seeds(write):
+    assert list(passes_of(write([(0, 99.0), (1, 99.0), (2, 99.0)], num_heads=3))["runs"]) == [3]
+    assert list(passes_of(write([(0, 99.0), (1, 99.0), (2, 99.0)]))["runs"]) == [1, 1, 1]
+
+
+def test_passes_of_rows_as_scripts_write_them(trained):
+    """heads.csv has six losses with two seeds, each seed in one pass."""
+    assert list(passes_of(trained / "heads.csv")["runs"]) == [6, 6]
