@@ -102,7 +102,7 @@ def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
         "--loss",
         choices=LOSSES,
         default="mass",
-        help="minus the mass on the right label, or minus its logarithm (default: mass)",
+        help="minus the mass on the correct label, or minus its logarithm (default: mass)",
     )
     parser.add_argument("--k", type=flags.positive_int, default=9, help="neighbours in training and vote (default: 9)")
     parser.add_argument("--sorted", action="store_true", help="give soft_topk a target point for each of the k ranks")

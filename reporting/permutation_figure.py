@@ -70,6 +70,8 @@ def loss_of(method: str, inverse_temperature: float | None = None) -> Classifica
     settings = {"inverse_temperature": inverse_temperature, "reduction": "sum"}
     if method in RELAXATIONS and ks == [WITHIN]:
         settings["top1_mode"] = "sort"
+    if method == "ldr_kl":  # without a margin it is cross-entropy
+        settings["margin"] = 1.0
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
     loss.generator = generator_of(method)
     if METHODS[method].stochastic:
@@ -156,6 +158,8 @@ def draw_method(method: str, folder: Path) -> list[Path]:
         title += f"\nestimated by {DRAWS} draws"
     if method == IMBALANCED:
         title += ", half the margin"
+    if method == "ldr_kl":
+        title += ", margin 1"
     axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score", title=title)
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     if temperature:
