@@ -65,7 +65,7 @@ def lock_folder(path: Path, whose: str, wait: bool = False) -> FileLock:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     timeout = -1 if wait else 0
-    lock = FileLock(path)
+    lock = FileLock(path, is_singleton=True)  # this process may take it again, after an error that left it held
     try:
         lock.acquire(timeout=timeout)
     except Timeout:

@@ -95,7 +95,7 @@ class Run:
             return False
         self.lock = lock_folder(self.folder / "run.lock", self.name, wait)
         if self._is_recorded():  # another process may just have finished it
-            self.lock.release()
+            self.release()
             return False
         check_replaceable(self.results)
         config = {"run_id": self.name, "results": self.results.name}
@@ -243,7 +243,7 @@ class Run:
     def release(self) -> None:
         """Let another process have the run."""
         if self.processes.is_first:
-            self.lock.release()
+            self.lock.release(force=True)
 
 
 def format_metrics(entry: Mapping[str, Any]) -> str:
