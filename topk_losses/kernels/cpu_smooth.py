@@ -107,7 +107,7 @@ def _find_leaves(o, true, leaves, top, largest):
 
 
 class Room(NamedTuple):
-    """Arrays of a thread: exponentials (n,), sums of powers and e_j of the rest (K + 1,), trials (leaves,), counts.
+    """Arrays of a thread: exponentials (n,), sums of powers, e_j of the rest and slopes (K + 1,), trials (leaves,).
 
     counts (leaves + 1, K + 1): row i is the distribution of successes, i leaves added.
     """
@@ -118,6 +118,7 @@ class Room(NamedTuple):
     rest: np.ndarray
     p: np.ndarray
     q: np.ndarray
+    slopes: np.ndarray
     counts: np.ndarray
 
 
@@ -126,13 +127,13 @@ def _room(n, num_leaves, K):
     trials = np.empty((2, num_leaves))
     sums = np.zeros(K + 1)
     counts = np.zeros((num_leaves + 1, K + 1))
-    return Room(np.empty(n, _f32), np.empty(n), sums, np.zeros(K + 1), trials[0], trials[1], counts)
+    return Room(np.empty(n, _f32), np.empty(n), sums, np.zeros(K + 1), trials[0], trials[1], np.empty(K + 1), counts)
 
 
 @jit
 def _expand_rest(o, leaves, least, temperature, room):
     """Write e_0, ..., e_K of the rest to room.rest, by Newton's identities; return by what x is scaled."""
-    x, power, sums, rest, _, _, _ = room
+    x, power, sums, rest, _, _, _, _ = room
     K = len(rest) - 1
     scale = 1.0
     rest[0] = 1.0
@@ -172,14 +173,17 @@ def _add_leaves(o, leaves, kth, temperature, scale, shrunk, room, counts):
 
 
 @jit
-def _differentiate(p, q, counts, shrunk, powers, leaf_slopes):
+def _differentiate(room, counts, shrunk, powers, leaf_slopes):
     """Write the slopes of log(e_k / e_{k-1}): powers (K,), those of the rest, and leaf_slopes (leaves,).
 
     shrunk: the factor that makes x relative to the k-th score, scaled.
     """
     k = counts.shape[1] - 1
+    p = room.p
+    q = room.q
+    g = room.slopes
     e = counts[len(p)]
-    g = np.zeros(k + 1)
+    g[: k - 1] = 0.0
     g[k] = 1 / e[k]
     g[k - 1] = -1 / e[k - 1]
     for m in range(1, k + 1):
@@ -220,9 +224,7 @@ def _forward(first, last, scores, labels, temperature, ks, values, saved):
             _add_leaves(o, leaves, kth, temperature, scale, shrunk, room, counts)
             ratio = counts[-1, k] / counts[-1, k - 1] / scale
             smooth[row, which] = (np.float64(kth) - np.float64(own)) + temperature * math.log(ratio)
-            _differentiate(
-                room.p, room.q, counts, shrunk * scale, saved.powers[row, which], saved.leaf_slopes[row, which]
-            )
+            _differentiate(room, counts, shrunk * scale, saved.powers[row, which], saved.leaf_slopes[row, which])
 
 
 @jit
