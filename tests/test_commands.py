@@ -157,7 +157,7 @@ def test_the_commands_of_a_block_run_and_their_flags_parse(block, tree, monkeypa
 
 def test_there_are_commands_of_every_kind():
     code = "\n".join(block.code for block in BLOCKS)
-    for study_name in set(STUDIES) - {"tiny_imagenet_more"}:
+    for study_name in set(STUDIES) - {"tiny_imagenet_more", "tiny_imagenet_equal"}:  # of tiny_imagenet.sh
         assert f"scripts/{study_name}.sh" in code, study_name
     for folder in ("experiments", "scripts", "benchmarks"):
         assert f"python {folder}/" in code

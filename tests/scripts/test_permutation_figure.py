@@ -33,6 +33,8 @@ def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
         settings, p_k = {}, {1: 0.5, 2: 0.5}
     if method == "imbalanced_noised_topk":
         settings = {"class_counts": [100, 1600, 100, 100, 100]}
+    if method == "ldr_kl":
+        settings = {"margin": 1.0}
     loss = make_loss(method, p_k=p_k, num_classes=5, reduction="none", **settings)
 
     def at(score):
