@@ -93,13 +93,13 @@ def test_the_losses_that_have_no_m_are_those_that_sort_nothing():
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_row_is_found_by_the_command_that_repeats_it(file):
+def test_the_command_that_repeats_a_row_finds_it_and_no_other(file):
     rows = read_rows(REPOSITORY / file)
     index = RunIndex(rows)
     for number, row in enumerate(rows):
         run = parse_flags(command_of(row))
         run["seed"] = run["seed"][0]
-        assert number in index.find(run), row["run_id"]
+        assert index.find(run) == [number], row["run_id"]
 
 
 def test_a_row_with_an_optional_setting_is_not_the_run_without_it():
