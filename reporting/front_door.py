@@ -24,7 +24,7 @@ NUM_OTHERS = 16  # other classes in the figure of pulls, their scores evenly spa
 
 
 class Answer(NamedTuple):
-    """A row of the first table: who asks, what to start with, and the comparison of findings.csv that says so."""
+    """A row of the first table: who asks, what to start with, and its comparison in findings.csv."""
 
     training: str
     labels: str

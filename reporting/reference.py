@@ -54,7 +54,7 @@ def default_of(method: str, parameter: str) -> str:
         built = spec.loss(k=5)
     elif spec.loss:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # LDR-KL with its defaults is cross-entropy, and says so
+            warnings.simplefilter("ignore")  # LDR-KL with its defaults is cross-entropy, and warns
             built = spec.loss()
     if parameter == "art_lambda":
         parameter = "art_exponent"

@@ -79,7 +79,7 @@ class Run:
         return settings
 
     def has_ended(self, is_stopping: bool = False) -> bool:
-        """Whether it has ended, which its log and `failure` then say. is_stopping: the launcher was told to end."""
+        """Whether it has ended, which its log and `failure` then say. is_stopping: the launcher was asked to end."""
         if self.process is None:
             return True
         status = self.process.poll()

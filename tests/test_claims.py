@@ -67,7 +67,7 @@ def test_each_finding_that_a_sentence_names_has_the_status_that_the_sentence_was
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_says_where_one_seed_chose(page):
-    """Where a table holds what one seed chose among trials, the page says so in words."""
+    """Where a table holds what one seed chose among trials, the page states it in words."""
     text = page.read_text("utf-8")
     if CHOSEN_BY_ONE_SEED.search(text):
         assert "one seed" in re.sub(r"\s+", " ", PART.sub("", text)).lower()

@@ -1,7 +1,7 @@
 """Conditions on numbers that hold in compiled code and under torch.func, too.
 
 Eager code on a CPU reads the numbers, and its message says which of them is wrong. Where they cannot be read before the
-code runs, one operation says so when it does. On a GPU, which would have to be waited for, no number is looked at.
+code runs, one operation raises the error when it does. No number is read on a GPU, which would have to be waited for.
 """
 
 from typing import Protocol

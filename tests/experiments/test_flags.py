@@ -138,7 +138,7 @@ def waits_between_checkpoints(run: Run) -> None:
 
 
 class Twice(nn.Module):
-    """In place of a compiled network, to be told from the network."""
+    """In place of a compiled network, to be distinguished from the network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 The later stages of tuned studies: tests/studies/test_tuning.py.
 
 The commands of these scripts start .venv/bin/python in the working directory: here a stand-in, which notes its words
-and fails where told.
+and fails where it is asked to.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The shell scripts, in a copy of their folder where a stand-in for Python notes its calls, and fails where told."""
+"""The shell scripts, in a copy of their folder where a stand-in for Python notes its calls and can fail."""
 
 import os
 import re
