@@ -72,7 +72,8 @@ class Tree:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(STAND_IN)
             path.chmod(0o755)
-        (folder / ".venv/bin/activate").touch()
+        for name in ("bin/activate", "requirements.stamp"):  # an environment that is made: no block calls pip unasked
+            (folder / ".venv" / name).touch()
 
     def run(self, code: str) -> list[list[str]]:
         """Run a block in a clean shell, and return the calls: name of the program, then its arguments."""
