@@ -66,14 +66,15 @@ def program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 6, signal.SIGRTMAX])
-def test_a_run_that_any_signal_ends_is_named_and_the_others_go_on(run, number):
-    name = getattr(number, "name", f"signal {int(number)}")
-    dies = python(f"import os; os.kill(os.getpid(), {int(number)})")
-    status, printed = run([dies, python("print('one')")], "--name", "two")
+def test_a_run_that_any_signal_ends_is_named_and_the_others_go_on(run):
+    numbers = [signal.SIGKILL, signal.SIGRTMIN + 6, signal.SIGRTMAX]
+    dying = [python(f"import os; os.kill(os.getpid(), {int(number)})") for number in numbers]
+    status, printed = run([*dying, python("print('one')")], "--name", "four")
     assert status == 1
-    assert f"FAILED (killed by {name})" in printed
-    assert printed.endswith("two: 1 of 2 runs done, 1 failed\n")
+    for number in numbers:
+        name = getattr(number, "name", f"signal {int(number)}")
+        assert f"FAILED (killed by {name})" in printed
+    assert printed.endswith("four: 1 of 4 runs done, 3 failed\n")
 
 
 def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp_path):

@@ -6,14 +6,14 @@ The commands of these scripts start .venv/bin/python in the working directory: h
 and fails where it is asked to.
 """
 
-import os
-import subprocess
+import io
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from scripts import launch, study
+
+SCRIPTS = {"launch.py": launch, "study.py": study}
 STAND_IN = """#!/bin/bash
 echo "$*" >> calls
 [ "$(wc -l < calls)" -lt "$FAIL_FROM" ] || exit 7
@@ -28,23 +28,22 @@ CALLS = {  # the words of a script, and how many commands its first stage has
 
 
 @pytest.fixture
-def called(trained, tmp_path):
+def called(trained, tmp_path, monkeypatch):
     """Call a script where a stand-in fails from a command on; return its status and the words of the commands."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text(STAND_IN)
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def call(words: str, fail_from: int) -> tuple[int, list[str]]:
         (tmp_path / "calls").write_text("")
+        monkeypatch.setenv("FAIL_FROM", str(fail_from))
         script, *others = words.format(trained=trained).split()
-        others += ["--logs", str(tmp_path / "logs"), "--jobs", "1"]
-        command = [sys.executable, ROOT / "scripts" / script, *others]
-        environment = {**os.environ, "FAIL_FROM": str(fail_from), "CUDA_VISIBLE_DEVICES": ""}
         lines = ".venv/bin/python any words\n" if script == "launch.py" else ""
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, input=lines, capture_output=True, text=True, timeout=300
-        )
-        return done.returncode, (tmp_path / "calls").read_text().splitlines()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        monkeypatch.setattr(sys, "argv", [script, *others, "--logs", str(tmp_path / "logs"), "--jobs", "1"])
+        return SCRIPTS[script].main(), (tmp_path / "calls").read_text().splitlines()
 
     return call
 
