@@ -165,3 +165,20 @@ def test_the_picture_of_the_readme():
     shown = [*matrix[:2, permutation_figure.TRUE].tolist(), p[permutation_figure.TRUE].item()]
     assert [round(value, 2) for value in shown] == [0.24, 0.61, 0.55]
     assert weights.tolist() == [1, 0.5, 0, 0]
+
+
+def test_the_numbers_in_the_words_of_the_readme():
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    (pair,) = (line for line in findings.COMPARISONS if line.key == "S1")
+    last = rows("table1").set_index("method").last_test_top5
+    gap = last[SPLITTER] - last[SOFTMAX]
+    assert "is far less than the gap at the right" in text
+    assert findings.difference(pair).gains[1].mean < gap / 2
+    by_labels = []
+    for labels in ("right", "human"):
+        table = rows(f"noise/{labels}").query("method == @SOFTMAX")
+        by_labels.append(table.groupby("lr").last_test_top1.mean())
+    lost = [by_labels[0].max() - by_labels[1].min(), by_labels[0].min() - by_labels[1].max()]
+    assert "Labels by people cost cross-entropy 9 to 10 points" in text
+    assert 9 < min(lost)
+    assert max(lost) < 10
