@@ -76,8 +76,8 @@ def summary() -> str:
     cost = (
         f"`{NETWORK}` takes {float(large['ours_over_cross_entropy']):.1f} times as long as cross-entropy with 1,000 "
         f"classes and m = 16 (batch {large['batch']}, two CPU threads). A ResNet-18 step with it takes "
-        f"{cpu[NETWORK]:.2f} times as long on a CPU. On an H100 it is {h100[NETWORK]:.2f} times with the Triton kernel, "
-        f"and {eager[NETWORK]:.1f} times without."
+        f"{cpu[NETWORK]:.2f} times as long on a CPU. On an H100 it is {h100[NETWORK]:.2f} times with the Triton "
+        f"kernel, and {eager[NETWORK]:.1f} times without."
     )
     eager = eager.drop(h100.index)  # those with a kernel
     slow = eager[eager > 2]
