@@ -7,7 +7,13 @@ from torch import Tensor
 
 from topk_losses.checks import PK, check_p_k, check_several
 from topk_losses.classification import ClassificationLoss
-from topk_losses.methods import METHODS, make_operator, resolve_method, resolve_settings
+from topk_losses.methods import (
+    METHODS,
+    make_operator,
+    resolve_inverse_temperature,
+    resolve_method,
+    resolve_settings,
+)
 from topk_losses.topk_cross_entropy import TopKCrossEntropyLoss
 
 Setting = bool | int | float | str | Tensor | Sequence[float] | Mapping[int, float] | None
@@ -48,7 +54,7 @@ def make_loss(
     loss = METHODS[method].loss
     if loss is not None:
         if inverse_temperature is not None:
-            given[loss.temperature_name] = inverse_temperature
+            given[loss.temperature_name] = resolve_inverse_temperature(METHODS[method], inverse_temperature)
         return make_loss_without_operator(method, loss, p_k, check_several("num_classes", num_classes), given)
     if p_k is not None:
         given["p_k"] = p_k

@@ -25,6 +25,7 @@ from topk_losses import (
 
 LOGITS, LABELS = random_batch(4, 7)
 P_K = [0.5, 0.2, 0.3]
+TEMPERED = [name for name, spec in METHODS.items() if spec.inverse_temperature is not None]
 
 
 def loss_by_definition(method, P):
@@ -109,7 +110,7 @@ def test_a_temperature_receives_its_gradient(name, method):
     assert float(gradient.abs()) > 1e-6
 
 
-@pytest.mark.parametrize("method", [name for name, spec in METHODS.items() if spec.inverse_temperature is not None])
+@pytest.mark.parametrize("method", TEMPERED)
 def test_every_loss_with_a_temperature_changes_with_it(method):
     losses = []
     for beta in (None, METHODS[method].inverse_temperature, *other_temperatures(method)):
@@ -118,6 +119,15 @@ def test_every_loss_with_a_temperature_changes_with_it(method):
         assert resolve_settings(method, beta)["inverse_temperature"] == beta or beta is None
     assert losses[0] == losses[1]
     assert len({round(loss, 4) for loss in losses}) == 3
+
+
+@pytest.mark.parametrize("method", [name for name in TEMPERED if METHODS[name].spread is None])
+def test_auto_is_the_default_of_a_loss_that_does_not_follow_its_logits(method):
+    values = []
+    for beta in (None, "auto"):
+        torch.manual_seed(0)
+        values.append(float(make_loss(method, p_k_of(method, 3), inverse_temperature=beta)(LOGITS, LABELS)))
+    assert values[0] == values[1]
 
 
 class Sharper(LML):
