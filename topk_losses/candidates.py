@@ -8,7 +8,7 @@ from topk_losses.numerics import has_masked, largest
 
 
 def select_candidates(logits: Tensor, labels: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the logits of each label and of the m - 1 largest others.
+    """Select the classes whose scores are sorted: each label, and the m - 1 largest others.
 
     Args:
         logits: (rows, n).
@@ -16,8 +16,8 @@ def select_candidates(logits: Tensor, labels: Tensor, top: Tensor) -> tuple[Tens
         top: the classes of the m largest logits, falling, (rows, m).
 
     Returns:
-        The logits (rows, c, m), the label's first, and the place of the label among them (rows, c). A row with at most
-        m unmasked classes has them in their order, as without m.
+        The classes (rows, c, m), the label first, and the place of the label among them (rows, c). A row with at most m
+        unmasked classes has them in their order, as without m.
     """
     label = labels.unsqueeze(2)  # (rows, c, 1)
     top = top.unsqueeze(1)  # (rows, 1, m)
@@ -29,9 +29,7 @@ def select_candidates(logits: Tensor, labels: Tensor, top: Tensor) -> tuple[Tens
     if has_masked(logits):
         index = restore_order_of_few(index, logits)
         place = (index == label).int().argmax(2)
-    # of the rows as they are: the gradient of a gather from expanded rows would be (rows, c, n)
-    scores = logits.gather(1, index.flatten(1)).view(index.shape)
-    return scores, place
+    return index, place
 
 
 def select_candidates_of_sets(logits: Tensor, sets: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if m is not None:
             top = largest(logits, m)
             candidates, place = select_candidates(logits, labels.unsqueeze(1), top)  # (rows, 1, m), (rows, 1)
-            scores = candidates.squeeze(1)
+            scores = logits.gather(1, candidates.squeeze(1))
             places = place.squeeze(1)
         rank_weights = select_rank_weights(self._rank_weights(logits, call), labels.unsqueeze(1))  # (1 or rows, J, 1)
         losses = self._loss_of_scores(scores, places, rank_weights.squeeze(2), call)
@@ -164,10 +164,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         """Compute the loss of several classes (rows, c), with m; the largest scores of a row are searched for once."""
         m = self._num_candidates(logits)
         assert m is not None
-        scores, places = select_candidates(logits, classes, largest(logits, m))  # (rows, c, m), (rows, c)
+        candidates, places = select_candidates(logits, classes, largest(logits, m))  # (rows, c, m), (rows, c)
+        # of the rows as they are: the gradient of a gather from expanded rows would be (rows, c, n)
+        scores = logits.gather(1, candidates.flatten(1)).view(-1, m)  # (rows c, m)
         rank_weights = select_rank_weights(self._rank_weights(logits, call), classes)  # (1 or rows, J, 1 or c)
         weights_of_pairs = flatten_pairs(rank_weights, classes)  # (1 or rows c, J)
-        losses = self._loss_of_scores(scores.flatten(0, 1), places.flatten(), weights_of_pairs, call)
+        losses = self._loss_of_scores(scores, places.flatten(), weights_of_pairs, call)
         losses = losses.view(classes.shape)
         if self.noise_rate:
             losses = self._correct(losses, logits, rank_weights, call)
