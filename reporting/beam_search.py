@@ -58,22 +58,35 @@ def arms_of(lines: list[pd.DataFrame]) -> tuple[list[Arm], dict[str, str]]:
     return arms, shared
 
 
-def as_markdown(name: str, runs: pd.DataFrame) -> str:
-    """The mean error rates of each arm, and their differences to the control."""
+def lines_in_percent(runs: pd.DataFrame) -> tuple[list[pd.DataFrame], list[str]]:
+    """The runs of each arm, the control first, with rates in percent; and the rates that there are."""
     rates = [rate for rate in RATES if rate in runs and runs[rate].notna().any()]
     runs = runs.assign(**{rate: 100 * runs[rate] for rate in rates})
-    lines = sorted(lines_of(runs), key=place)
+    return sorted(lines_of(runs), key=place), rates
+
+
+def minus_control(lines: list[pd.DataFrame], rates: list[str]) -> list[pd.DataFrame]:
+    """The rates of each arm minus its control's, a row per seed that both have; none for the control itself."""
     controls = {experiment(line): line for line in lines if line["arm"].iloc[0] == CONTROL}
+    found = []
+    for line in lines:
+        control = controls.get(experiment(line), line)
+        differences = line.iloc[:0]
+        if control is not line:
+            differences = paired(line, control, rates)
+        found.append(differences)
+    return found
+
+
+def as_markdown(name: str, runs: pd.DataFrame) -> str:
+    """The mean error rates of each arm, and their differences to the control."""
+    lines, rates = lines_in_percent(runs)
     arms, shared = arms_of(lines)
     means = []
     gains = []
-    for arm in arms:
+    for arm, differences in zip(arms, minus_control(lines, rates)):
         row = {"arm": arm.title}
         gain = {"arm": arm.title}
-        base = controls.get(experiment(arm.runs), arm.runs)
-        differences = arm.runs.iloc[:0]
-        if base is not arm.runs:
-            differences = paired(arm.runs, base, rates)
         for rate in rates:
             row[RATES[rate]] = markdown.mean_std(arm.runs[rate])
             gain[RATES[rate]] = markdown.interval(interval(differences[rate]))

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 
 from experiments.common import settings
 from experiments.common.files import replace_file
-from reporting import draws, epochs, findings, markdown, noise, tables, temperatures
-from reporting.compare import half_width
-from reporting.frames import CONFIGURATION, METRICS
+from reporting import beam_search, draws, epochs, findings, markdown, noise, tables, temperatures
+from reporting.compare import half_width, interval
+from reporting.frames import CONFIGURATION, METRICS, read_runs
 from reporting.speed import BENCHMARKS
 from studies.few_labels import FEW_LABELS
 from topk_losses import METHODS
@@ -322,6 +322,30 @@ def draw_noise(results: Path, folder: Path) -> list[Path]:
             axis.set_xlabel(f"better {BETTER_RIGHT}")
         drawn += save(figure, folder, f"noise_{labels}")
     return drawn
+
+
+def draw_beam_search(path: Path, folder: Path) -> list[Path]:
+    """Draw the error rates of each arm of beam search minus its control's, with their intervals over seeds."""
+    panels = []
+    for rate in ("test_wer_beam4", "test_per_beam4"):
+        panels.append(Panel(f"Δ {beam_search.RATES[rate]} (points)", rate, f"{rate}_half", ""))
+    lines, rates = beam_search.lines_in_percent(read_runs(path))
+    arms, _ = beam_search.arms_of(lines)
+    rows = {}
+    for arm, differences in zip(arms, beam_search.minus_control(lines, rates)):
+        if differences.empty:
+            continue
+        row = {"method": arm.runs["method"].iloc[0]}
+        for panel in panels:
+            gain = interval(differences[panel.value])
+            row |= {panel.value: gain.mean, panel.half: gain.half}
+        rows[arm.title] = row
+    figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
+    for axis in figure.axes:
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_xlim(left=-0.05 * axis.get_xlim()[1])
+        axis.set_xlabel(f"{BETTER_LEFT} better")
+    return save(figure, folder, path.stem, f"{path.name}, minus further training with cross-entropy, 95 % interval.")
 
 
 def draw_few_labels(results: Path, folder: Path) -> list[Path]:

@@ -185,14 +185,17 @@ def draw_result_figures(folder: Path) -> list[Path]:
 
     drawn = front_door.draw_hero(folder) + front_door.draw_pull(folder)
     drawn += figures.draw_speed(folder)
-    for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
+    for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs", "knn"):
         flags = []
         if name.startswith("temperature"):
             flags = ["--temperatures"]
+        if name == "knn":
+            flags = ["--where", "dataset=mnist"]
         words = [f"{REPOSITORY}/{name}.csv", f"--figures={folder}", *flags]
         drawn += report.report(report.parse_arguments(words)).figures
     drawn += figures.draw_noise(REPOSITORY / "noise", folder)
     drawn += figures.draw_few_labels(REPOSITORY / "few_labels", folder)
+    drawn += figures.draw_beam_search(REPOSITORY / "beam_search.csv", folder)
     return drawn + figures.draw_findings(folder)
 
 
