@@ -9,6 +9,8 @@ from experiments import extract_embeddings, finetune_imagenet, train_beam_search
 from tests.experiments import scripts
 from tests.experiments.forks import fork
 from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome
+from topk_losses import METHODS
+from topk_losses.temperature import MOST
 
 EXTRACT = "--dataset digits --backbone test_resnet --weights none --resolution 32 --shard_rows 300 --workers 0"
 # Commands that, with those of SCRIPTS, have every part of a state: what a checkpoint must restore.
@@ -23,7 +25,7 @@ STATES = {
     **{name_of(script): (script, flags) for script, flags in SCRIPTS.items()},
     "images_auto": (
         train_cifar100,
-        f"{CIFAR} --method softsort --inverse_temperature auto --label_noise .5 --precision bf16",
+        f"{CIFAR} --lr 3 --method softsort --inverse_temperature auto --label_noise .5 --precision bf16",
     ),
     "images_schedule": (
         train_cifar100,
@@ -31,7 +33,7 @@ STATES = {
     ),
     "heads_auto": (
         finetune_imagenet,
-        f"{HEADS} --method lapsum --inverse_temperature auto --mixup .5 --hidden_dims 5 --apply_dropout",
+        f"{HEADS} --lr 1 --method lapsum --inverse_temperature auto --mixup .5 --hidden_dims 5 --apply_dropout",
     ),
     "heads_schedule": (finetune_imagenet, f"{HEADS} --method softsort --stream --inverse_temperature 2:.5"),
     "neighbours_auto": (train_knn, f"{KNN} --method softsort --inverse_temperature auto"),
@@ -66,6 +68,9 @@ def test_training(state, tmp_path, monkeypatch):
     assert killed_at_each_file(script, [*words, "--results", str(killed / "r.csv")]) > 3
     assert outcome(killed / "r.csv") == outcome(whole / "r.csv")
     assert max(int(row["times_resumed"]) for row in scripts.rows_of(killed / "r.csv")) > 0
+    if state.endswith("_auto"):  # at its bound it would be the same without what a checkpoint restores
+        (row,) = scripts.rows_of(killed / "r.csv")
+        assert float(row["last_inverse_temperature"]) < MOST * METHODS[row["method"]].inverse_temperature
     found, expected = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (killed, whole))
     assert {path for path in found if path.suffix != ".tmp"} == expected
 
