@@ -390,20 +390,19 @@ def digits_of(metric: str, rows: Sequence[Mapping[str, str]]) -> int:
 
 def about_published(rows: Sequence[Mapping[str, str]], protocol: Mapping[str, str]) -> str:
     """Whose the published values are, where they were read, and what their marks mean; "" without any."""
-    if not rows:
-        return ""
-    first, *others = dict.fromkeys(row["source"] for row in rows if row["second_hand"] == "false")
-    note = f"Published: {first}"
-    if rows[0]["read_in"] != "not known":
-        note += f", read in {rows[0]['read_in']}"
-    if protocol.get("n_seeds"):
-        note += f", mean of {protocol['n_seeds']} seeds"
-    notes = [f"{note}."]
-    if others:
-        notes.append(f"Rerun: {', '.join(others)}.")
-    if any(row["second_hand"] == "true" for row in rows):
+    known = [row for row in rows if any(row.get(metric) for metric in METRICS)]
+    read_in = {row["source"]: row["read_in"] for row in known if row["second_hand"] == "false"}
+    notes = []
+    for source in list(read_in)[:1]:
+        note = f"Published: {source}, read in {read_in[source]}"
+        if protocol.get("n_seeds"):
+            note += f", mean of {protocol['n_seeds']} seeds"
+        notes.append(f"{note}.")
+    if len(read_in) > 1:
+        notes.append(f"Rerun: {', '.join(list(read_in)[1:])}.")
+    if any(row["second_hand"] == "true" for row in known):
         notes.append("†: second-hand, read in a note about a paper.")
-    if any(row["approximate"] for row in rows):
+    if any(row["approximate"] for row in known):
         notes.append("≈: approximate in the source.")
     return " ".join(notes)
 
