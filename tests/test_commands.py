@@ -34,10 +34,10 @@ BLOCK = re.compile(r"^```shell\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "pip", "aws", "parallel", "sbatch")  # stand-ins; any other program must be there
 INSTALLED = ("pip", "venv", "pytest")  # modules that python -m runs, and whose flags are not ours
 SET_UP = "README.md#set-up"
-# What a page asks its reader for: a folder of images, files, a method of their own package.
+# What a page asks its reader for: a folder of images, files, methods of their own package.
 FOLDER = "FOLDER"
 FILES = ("CIFAR-100_human.pt", "cifar100.pt", "commands.txt", "heads.pt", "own.pt")
-OWN_METHOD = "focal"
+OWN_METHODS = ("focal", "focal_1")
 # A dry run prints a command, which is the next program's input.
 STAND_IN = """#!/bin/bash
 case " $* " in *" --dry-run "*) echo true;; esac
@@ -154,7 +154,8 @@ def parse_study(words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.page.stem}-line{block.line}" for block in BLOCKS])
 def test_the_commands_of_a_block_run_and_their_flags_parse(block, tree, monkeypatch):
-    monkeypatch.setitem(METHODS, OWN_METHOD, METHODS["softmax_cross_entropy"])
+    for name in OWN_METHODS:
+        monkeypatch.setitem(METHODS, name, METHODS["softmax_cross_entropy"])
     monkeypatch.chdir(tree.folder)
     calls = tree.run(block.code)
     assert calls or ". .venv/bin/activate" in block.code, "a block without a command"

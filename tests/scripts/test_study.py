@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.paths import ROOT
 from experiments.common.rows import read_rows
 from scripts import study
 from studies import paper
 from studies.catalog import STUDIES
+from tests.clones import copy_of_tracked_files
 
 SMALL = ["--n_epochs", "1", "--limit_train", "64", "--device", "cpu", "--threads", "1", "--jobs", "2"]
 
@@ -29,17 +29,6 @@ from scripts import study
 for words in json.loads(sys.argv[1]):
     print("===", *words, door.call(lambda: study.main(words)), flush=True)
 """
-
-
-def copy_of_tracked_files(folder: Path) -> Path:
-    """A new clone, without an environment."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if name.startswith(("docs/", "tests/")) or not (ROOT / name).is_file():
-            continue
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")
