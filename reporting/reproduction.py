@@ -18,8 +18,9 @@ from studies.runs import RunIndex, Study, command_of, expected_runs
 from studies.tuning import Candidate, Known, Trial, Tuned
 
 VERDICTS = (
-    "Mean ± standard deviation (seeds). Verdict: your mean minus the repository's, in points, ± half of the 95 % "
-    "interval of two groups with one standard deviation; of one run of yours it is a prediction interval."
+    "Mean ± standard deviation (seeds). Verdict: your mean minus the repository's, in points, ± half of a 95 % "
+    "interval that takes one standard deviation for both; for one run of yours it is the prediction interval of a new "
+    "run."
 )
 POOLED = (
     "Where the repository has fewer than ten seeds, the standard deviation is pooled over the lines of the table; a "
@@ -134,7 +135,7 @@ def summary(verdicts: Sequence[Agreement]) -> str:
     """How many values agree, and how many would differ by chance."""
     compared = [item for item in verdicts if item.verdict in ("agrees", "differs")]
     if not compared:
-        return "No run of yours has repository runs to be compared with."
+        return "This repository has no runs with the settings of yours."
     agreeing = [item for item in compared if item.verdict == "agrees"]
     by_chance = 0.05 * len(compared)
     text = f"{len(agreeing)} of {len(compared)} values agree; by chance about {by_chance:.1f} would differ."

@@ -61,7 +61,7 @@ def test_a_new_clone_trains_and_a_second_call_skips(clone):
     words = ["quickstart", *SMALL]
     first = called(clone, *words)
     assert "quickstart: 4 of 4 runs done (4 trained, 0 skipped), 0 failed" in first
-    assert "No run of yours has repository runs to be compared with." in first  # of one epoch
+    assert "This repository has no runs with the settings of yours." in first  # of one epoch
     assert len(read_rows(clone / "results" / "quickstart.csv")) == 4
     second = called(clone, *words)
     assert "quickstart: 4 of 4 runs done (0 trained, 4 skipped), 0 failed" in second
