@@ -212,3 +212,18 @@ def agreement(yours: pd.Series, repository: pd.Series, pool: Spread | Pool | Non
     if abs(difference) <= half + 1e-9:
         verdict = "agrees"
     return Agreement(Interval(difference, half), verdict)
+
+
+def from_published(yours: pd.Series, published: float, n_seeds: float, pool: Spread | Pool) -> Interval:
+    """The mean of your runs minus a published mean, in points.
+
+    The interval holds if the published runs spread over seeds as the pool does. It is NaN where the number of published
+    seeds is, or where the pool has no degree of freedom.
+
+    Args:
+        n_seeds: number of published seeds; NaN if it is not known.
+    """
+    if yours.empty:
+        return Interval(math.nan, math.nan)
+    half = quantile(pool.degrees) * pool.std * math.sqrt(1 / len(yours) + 1 / n_seeds)
+    return Interval(yours.mean() - published, half)

@@ -10,19 +10,20 @@ SAME_PASS = 0.01  # seconds: by less differ the rows of classifiers that are tra
 
 
 def passes_of(file: Path) -> pd.DataFrame:
-    """The passes over the data of a results file: number of runs, seconds of all of them, device.
+    """The passes over the data of a results file: number of runs, seconds of all of them, device, threads on a CPU.
 
     Linear classifiers that are trained together have rows with the seconds of the whole pass. In older rows, which have
     `num_heads`, all seeds are in one pass; today each seed has its own.
     """
     rows = pd.read_csv(file, low_memory=False)
     found = pd.DataFrame({"seed": rows["seed"], "device": rows["device_name"], "runs": 1})
+    found["threads"] = rows["threads"].where(rows["device"] == "cpu")
     found["seconds"] = rows["train_seconds"] + rows["eval_seconds"].fillna(0)
     if "num_heads" in rows:
         found["seed"] = 0
     found = found.sort_values(["seed", "seconds"])
     is_new = (found["seconds"].diff().abs() > SAME_PASS) | found["seed"].diff().ne(0)
-    return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "runs": "sum"})
+    return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "threads": "first", "runs": "sum"})
 
 
 def hours(*files: Path) -> str:
@@ -37,5 +38,16 @@ def hours(*files: Path) -> str:
         if runs > len(group):
             count += f" in {len(group)} passes over the data"
         median = markdown.duration(group["seconds"].median())
-        parts.append(f"{count} on {device}, {median} each (median), {markdown.duration(group['seconds'].sum())} in all")
+        whole = markdown.duration(group["seconds"].sum())
+        parts.append(f"{count} on {device}{threads_of(group)}, {median} each (median), {whole} in all")
     return f"Our rows: {'; '.join(parts)}."
+
+
+def threads_of(passes: pd.DataFrame) -> str:
+    """How many threads a run had on a CPU: " with 1 or 2 threads"; "" on a GPU."""
+    numbers = sorted(passes["threads"].dropna().unique())
+    if not numbers:
+        return ""
+    if numbers == [1]:
+        return " with one thread"
+    return f" with {' or '.join(map(markdown.number, numbers))} threads"

@@ -10,7 +10,7 @@ import pandas as pd
 
 from experiments.common.paths import REPOSITORY, RESULTS
 from reporting import beam_search, markdown, tables
-from reporting.compare import Agreement, Pool, agreement, pooled_spread, spread
+from reporting.compare import Agreement, Interval, Pool, agreement, pooled_spread, spread
 from reporting.frames import METRICS, read_runs
 from reporting.tables import Configuration, Table, pool_for
 from studies.catalog import study_of
@@ -18,8 +18,9 @@ from studies.runs import RunIndex, Study, command_of, expected_runs
 from studies.tuning import Candidate, Known, Trial, Tuned
 
 VERDICTS = (
-    "Mean ± standard deviation (seeds). Verdict: your mean minus the repository's, in points, ± half of the 95 % "
-    "interval of two groups with one standard deviation; of one run of yours it is a prediction interval."
+    "Mean ± standard deviation (seeds). Verdict: your mean minus the repository's, in points, ± half of a 95 % "
+    "interval that takes one standard deviation for both; for one run of yours it is the prediction interval of a new "
+    "run."
 )
 POOLED = (
     "Where the repository has fewer than ten seeds, the standard deviation is pooled over the lines of the table; a "
@@ -29,6 +30,16 @@ BORROWED = (
     "The repository has one seed of each line: the standard deviation is pooled over the lines of {file}, runs of the "
     "same data and schedule."
 )
+FROM_PUBLISHED = (
+    "Yours − published: your mean minus the published value, in points, in lines with the published settings. How the "
+    "published runs spread over seeds is not known, so there is no verdict. {interval}"
+)
+INTERVAL = (
+    "± is half of the 95 % interval that holds if they spread as yours do, pooled over these lines: where it includes "
+    "0, seeds alone can explain the difference."
+)
+MORE_SEEDS = "With a second seed of yours there is an interval that takes their spread from your runs."
+NO_SEEDS = "Nor is the number of their seeds, so there is no interval either."
 
 
 def name_of(path: Path) -> str:
@@ -109,10 +120,11 @@ def report_runs(
         parts += [summary(tables.verdicts(table)), f"{VERDICTS} {pooled_note(table, study)}".strip()]
     else:
         parts.append("You have no runs of this study.")
-    if study is not None and study.limit:
+    parts += [from_published_note(table), table.published]
+    if study is not None:
         parts.append(study.limit)
     parts.append(f"Runs: {machines('repository', repository)}; {machines('yours', yours)}.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def in_percent(runs: pd.DataFrame) -> pd.DataFrame:
@@ -123,7 +135,7 @@ def summary(verdicts: Sequence[Agreement]) -> str:
     """How many values agree, and how many would differ by chance."""
     compared = [item for item in verdicts if item.verdict in ("agrees", "differs")]
     if not compared:
-        return "No run of yours has repository runs to be compared with."
+        return "This repository has no runs with the settings of yours."
     agreeing = [item for item in compared if item.verdict == "agrees"]
     by_chance = 0.05 * len(compared)
     text = f"{len(agreeing)} of {len(compared)} values agree; by chance about {by_chance:.1f} would differ."
@@ -131,6 +143,22 @@ def summary(verdicts: Sequence[Agreement]) -> str:
     if without:
         text += f" {without} have no verdict: no spread is known."
     return text
+
+
+def from_published_note(table: Table) -> str:
+    """How to read the differences of your runs to the published values; "" where there is none."""
+    found = []
+    for metric in table.metrics:
+        found += [item for item in table.lines[f"{metric}_from_published"] if isinstance(item, Interval)]
+    found = [item for item in found if not math.isnan(item.mean)]
+    if not found:
+        return ""
+    interval = NO_SEEDS
+    if table.published_seeds:
+        interval = MORE_SEEDS
+    if any(not math.isnan(item.half) for item in found):
+        interval = INTERVAL
+    return FROM_PUBLISHED.format(interval=interval)
 
 
 def pooled_note(table: Table, study: Study | None) -> str:

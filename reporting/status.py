@@ -117,12 +117,14 @@ class Progress:
     """A command: how many of its runs are done, what it does, and its seconds.
 
     Attributes:
+        measured: how many of its runs have rows in the repository, with this seed or another.
         expected: seconds that all its runs would take on the repository's machine; 0 if it has no such rows.
         expected_done: the part of `expected` that is done, which took `seconds` here.
     """
 
     done: int = 0
     total: int = 0
+    measured: int = 0
     state: str = "waiting"
     expected: float = 0.0
     expected_done: float = 0.0
@@ -155,11 +157,14 @@ class Status:
         self.device = max(devices, key=devices.count)
         return [row for row in rows if row["device_name"] == self.device]
 
+    def measured_rows(self, run: dict[str, Any]) -> list[Row]:
+        """The repository's rows with the run's settings, of any seed."""
+        without_seed = {name: value for name, value in run.items() if name != "seed"}
+        return [self.reference.rows[number] for number in self.reference.find(without_seed)]
+
     def expected_seconds(self, run: dict[str, Any]) -> float:
         """The mean seconds of the repository's rows with the run's settings, or else of all its rows."""
-        without_seed = {name: value for name, value in run.items() if name != "seed"}
-        numbers = self.reference.find(without_seed) or range(len(self.reference.rows))
-        rows = [self.reference.rows[number] for number in numbers]
+        rows = self.measured_rows(run) or self.reference.rows
         if not rows:
             return 0.0
         return sum(map(seconds_of, rows)) / len(rows)
@@ -194,6 +199,7 @@ class Status:
         expected = max(map(self.expected_seconds, runs))
         found.done += done
         found.total += len(runs)
+        found.measured += sum(bool(self.measured_rows(run)) for run in runs)
         found.expected += expected
         if done == len(runs):
             found.expected_done += expected
@@ -237,10 +243,20 @@ def time_left(items: Sequence[Progress], device: str) -> str:
     if expected == 0:
         return "the repository has no rows of this study, so the time left is not known"
     if expected_done == 0:
-        return f"the time left is known when a run is done; on {device} all took {duration(expected)}, one at a time"
+        whole = f"on {device} all would take about {duration(expected)}, one at a time"
+        return f"the time left is known when a run is done; {whole} ({measured_runs(items)})"
     pace = seconds / expected_done
     left = pace * (expected - expected_done) / jobs
     return f"about {duration(left)} left, {jobs} at a time, at {pace:.3g} times the seconds of {device}"
+
+
+def measured_runs(items: Sequence[Progress]) -> str:
+    """How many runs the repository has rows of, and what stands for the others."""
+    measured = sum(item.measured for item in items)
+    total = sum(item.total for item in items)
+    if measured == total:
+        return "every run has rows with its settings there"
+    return f"{measured} of {total} runs have rows with their settings there, the others take the mean of all rows"
 
 
 def status_text(commands: Sequence[str], labels: Sequence[str], name: str, status: Status) -> str:

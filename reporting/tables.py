@@ -18,9 +18,11 @@ from reporting.compare import (
     Agreement,
     Interval,
     Pool,
+    Spread,
     agreement,
     belongs_to,
     compare,
+    from_published,
     mean,
     pooled_spread,
     spread,
@@ -48,6 +50,8 @@ UNPUBLISHED = (
     *(item.name for item in settings.with_role(LOSS) if item.optional),
     *("labels", "lr_schedule", "ema", "weight_decay", "precision"),
 )
+DATA = ("dataset", "num_classes")  # what makes a published table comparable at all
+OBJECTS = ("_yours", "_verdict", "_from_published")  # ends of the names of columns that hold no plain numbers
 STD_NOTE = "± standard deviation over seeds"
 
 
@@ -62,6 +66,8 @@ class Table:
         metrics: columns of accuracies, with what tables call them.
         digits: decimals of each accuracy.
         has_yours: whether your runs stand beside the repository's.
+        published: whose the published values are, and where they were read.
+        published_seeds: number of seeds whose mean is published; "" if it is not known.
     """
 
     name: str
@@ -72,6 +78,8 @@ class Table:
     source: str
     digits: dict[str, int] = field(default_factory=dict)
     has_yours: bool = False
+    published: str = ""
+    published_seeds: str = ""
 
 
 def library_order(method: str) -> int:
@@ -107,16 +115,28 @@ def not_as_published(run: pd.Series, published: Mapping[str, str], protocol: Map
     if run["method"] not in RELAXATIONS:
         for name in ("m", "top1_mode", "self_match"):  # what only a loss with a relaxation has
             expected.pop(name, None)
-    found = []
-    for name, cell in expected.items():
-        own = text_of(run, name)
-        if not is_same(own, cell):
-            found.append(f"{name} {own or 'none'} ({cell})")
+    found = differences(run, expected)
     for name in UNPUBLISHED:
         own = text_of(run, name)
         if name not in expected and not is_same(own, "none"):
             found.append(f"{name} {own}")
     return ", ".join(found)
+
+
+def other_data(run: pd.Series, protocol: Mapping[str, str]) -> str:
+    """What of a run's data is not that of a published table, with that in brackets; "" if all of it is."""
+    stated = {name: protocol[name] for name in DATA if protocol.get(name)}
+    return ", ".join(differences(run, stated))
+
+
+def differences(run: pd.Series, expected: Mapping[str, str]) -> list[str]:
+    """The settings of a run that are not the expected ones, with those in brackets."""
+    found = []
+    for name, cell in expected.items():
+        own = text_of(run, name)
+        if not is_same(own, cell):
+            found.append(f"{name} {own or 'none'} ({cell})")
+    return found
 
 
 def text_of(run: pd.Series, name: str) -> str:
@@ -205,6 +225,8 @@ def beside_published(
 ) -> Table:
     """Every configuration beside the published row of its method and P_K; a published row without runs is not run.
 
+    The published table counts only for runs on its data set.
+
     Args:
         name: of the results file, without its ending.
         yours: your runs; without them there are no verdicts.
@@ -217,25 +239,35 @@ def beside_published(
     metrics = {metric: label for metric, label in metrics.items() if metric in repository or metric in yours}
     found = configurations(repository, yours)
     names, shared = columns_of_settings(found)
+    if all(other_data(item.first, read_protocol(table)) for item in found):
+        table = ""
+    protocol = read_protocol(table)
     rows = [dict(row) for row in read_published(table).to_dict("records")]
-    records, left = published_lines(found, rows, read_protocol(table), metrics)
+    records, left = published_lines(found, rows, protocol, metrics)
     left.sort(key=lambda item: library_order(item.first["method"]))
     for item in left:
-        records.append(line_of(item, metrics))
+        records.append(line_of(item, metrics) | {"not as published": other_data(item.first, protocol)})
     has_yours = len(yours) > 0
     if has_yours:
         add_verdicts(records, metrics, similar)
+        add_published_differences(records, metrics, protocol)
     digits = {metric: digits_of(metric, rows) for metric in metrics}
-    caption, source = captions(name, pd.concat([repository, yours]), shared, rows, read_protocol(table))
+    caption = f"Test accuracy in percent at the best validation epoch, {STD_NOTE}."
+    if protocol:
+        caption = f"{protocol['title']}. {caption}"
+    published = about_published(rows, protocol)
+    source = f"{markdown.origin(name, pd.concat([repository, yours]), shared)} {published}".strip()
     lines = pd.DataFrame(records).reindex(columns=all_columns(names, metrics))
-    return Table(name, lines, names, metrics, caption, source, digits, has_yours)
+    seeds = protocol.get("n_seeds", "")
+    return Table(name, lines, names, metrics, caption, source, digits, has_yours, published, seeds)
 
 
 def all_columns(names: Sequence[str], metrics: Mapping[str, str]) -> list[str]:
     columns = [*names, "public"]
     for metric in metrics:
-        for kind in ("published_{}", "rerun_{}", "{}_mean", "{}_std", "{}_difference", "{}_yours", "{}_verdict"):
+        for kind in ("published_{}", "rerun_{}", "{}_mean", "{}_std", "{}_difference"):
             columns.append(kind.format(metric))
+        columns += [f"{metric}{end}" for end in OBJECTS]
     return [*columns, "not as published", "n_seeds", "configuration"]
 
 
@@ -248,6 +280,7 @@ def published_lines(
     """The lines of a published table, and the configurations that it does not have."""
     records: list[dict] = []
     left = list(found)
+    comparable = [item for item in found if not other_data(item.first, protocol)]
     stated: list[tuple[Mapping[str, str], list[dict]]] = []  # the published rows so far, with their lines
     for row in rows:
         values = percentages(row, metrics)
@@ -260,7 +293,7 @@ def published_lines(
         about = {"method": title_of(row), "public": row.get("public", "")}
         about |= {f"published_{metric}": value for metric, value in values.items()}
         lines = []
-        for item in [item for item in left if matches(item.first, row)]:
+        for item in [item for item in comparable if item in left and matches(item.first, row)]:
             left.remove(item)
             line = line_of(item, metrics) | about
             line["not as published"] = not_as_published(item.first, row, protocol)
@@ -319,6 +352,27 @@ def add_verdicts(records: Sequence[dict], metrics: Mapping[str, str], similar: p
             line[f"{metric}_verdict"] = agreement(line[f"{metric}_yours"], repository, pool_for(repository, pool))
 
 
+def add_published_differences(records: Sequence[dict], metrics: Mapping[str, str], protocol: Mapping[str, str]) -> None:
+    """Compare your runs that have the published settings with the published values.
+
+    How the published runs spread over seeds is not known. The interval takes the spread of runs with these settings.
+    """
+    n_seeds = float(protocol.get("n_seeds") or math.nan)
+    for metric in metrics:
+        lines = [line for line in records if f"{metric}_difference" in line]
+        groups = []
+        for line in lines:
+            item = line["configuration"]
+            groups += [spread(item.yours[metric]), spread(item.repository[metric])]
+        pool = pooled_spread(groups)
+        for line in lines:
+            yours = line["configuration"].yours[metric].dropna()
+            own: Spread | Pool = pool
+            if not belongs_to(spread(yours), pool):
+                own = spread(yours)
+            line[f"{metric}_from_published"] = from_published(yours, line[f"published_{metric}"], n_seeds, own)
+
+
 def pool_for(repository: pd.Series, pool: Pool) -> Pool | None:
     """The pooled spread, if the repository's runs of a configuration are few and spread no more than others."""
     if len(repository) >= FEW_SEEDS or pool.degrees == 0:
@@ -334,31 +388,23 @@ def digits_of(metric: str, rows: Sequence[Mapping[str, str]]) -> int:
     return max(published, default=2)
 
 
-def captions(
-    name: str,
-    runs: pd.DataFrame,
-    shared: dict[str, str],
-    rows: Sequence[Mapping[str, str]],
-    protocol: Mapping[str, str],
-) -> tuple[str, str]:
-    """What stands above and below a table of published rows."""
-    caption = f"Test accuracy in percent at the best validation epoch, {STD_NOTE}."
-    notes = [markdown.origin(name, runs, shared)]
-    if protocol:
-        caption = f"{protocol['title']}. {caption}"
-    sources = list(dict.fromkeys(row["source"] for row in rows if row["second_hand"] == "false"))
-    if rows:
-        seeds = ""
+def about_published(rows: Sequence[Mapping[str, str]], protocol: Mapping[str, str]) -> str:
+    """Whose the published values are, where they were read, and what their marks mean; "" without any."""
+    known = [row for row in rows if any(row.get(metric) for metric in METRICS)]
+    read_in = {row["source"]: row["read_in"] for row in known if row["second_hand"] == "false"}
+    notes = []
+    for source in list(read_in)[:1]:
+        note = f"Published: {source}, read in {read_in[source]}"
         if protocol.get("n_seeds"):
-            seeds = f", mean of {protocol['n_seeds']} seeds"
-        notes.append(f"Published: {''.join(sources[:1])}{seeds}.")
-    if len(sources) > 1:
-        notes.append(f"Rerun: {', '.join(sources[1:])}.")
-    if any(row["second_hand"] == "true" for row in rows):
+            note += f", mean of {protocol['n_seeds']} seeds"
+        notes.append(f"{note}.")
+    if len(read_in) > 1:
+        notes.append(f"Rerun: {', '.join(list(read_in)[1:])}.")
+    if any(row["second_hand"] == "true" for row in known):
         notes.append("†: second-hand, read in a note about a paper.")
-    if any(row["approximate"] for row in rows):
+    if any(row["approximate"] for row in known):
         notes.append("≈: approximate in the source.")
-    return caption, " ".join(notes)
+    return " ".join(notes)
 
 
 def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
@@ -472,7 +518,7 @@ def line_cells(table: Table, row: pd.Series) -> dict[str, str]:
 
 
 def verdict_cells(row: pd.Series, metric: str, label: str, digits: int) -> dict[str, str]:
-    """The repository's mean, yours, and the verdict."""
+    """The repository's mean, yours, the verdict, and yours minus the published value."""
     item = row["configuration"]
     if not isinstance(item, Configuration):
         return {f"{label} repository": "not run", f"{label} yours": "not run", f"{label} verdict": ""}
@@ -480,7 +526,14 @@ def verdict_cells(row: pd.Series, metric: str, label: str, digits: int) -> dict[
         f"{label} repository": markdown.mean_std_seeds(item.repository[metric], digits),
         f"{label} yours": markdown.mean_std_seeds(item.yours[metric], digits),
         f"{label} verdict": markdown.agreement(row[f"{metric}_verdict"]),
+        f"{label} yours − published": from_published_cell(row[f"{metric}_from_published"], digits),
     }
+
+
+def from_published_cell(value: object, digits: int) -> str:
+    if not isinstance(value, Interval):
+        return ""
+    return markdown.interval(value, digits)
 
 
 def gain_cells(table: Table, row: pd.Series) -> dict[str, str]:
@@ -525,7 +578,8 @@ def as_latex(table: Table) -> str:
 def as_csv(table: Table) -> str:
     """The numbers of a table, with all digits."""
     frame = table.lines.drop(columns="configuration", errors="ignore")
-    frame = frame[[name for name in frame if not name.endswith(("_yours", "_verdict")) and frame[name].notna().any()]]
+    numbers = [name for name in frame if not name.endswith(OBJECTS) and frame[name].notna().any()]
+    frame = frame[numbers]
     return frame.to_csv(index=False, lineterminator="\n")
 
 

@@ -37,6 +37,7 @@ from reporting import (
     reference,
     reproduction,
     speed,
+    tables,
     temperatures,
 )
 from reporting.frames import METRICS, read_protocol, read_published, read_runs
@@ -73,9 +74,8 @@ def published(table: str) -> str:
         if row["second_hand"] == "true":
             name += "†"
         cells.append({"Row": name, "P_K": markdown.p_k(row["p_k"]), **values})
-    caption = f"{read_protocol(table)['title']}: published test accuracy in percent."
-    if any(row["second_hand"] == "true" for row in rows):
-        caption += " †: second-hand, read in a note about a paper."
+    protocol = read_protocol(table)
+    caption = f"{protocol['title']}: published test accuracy in percent. {tables.about_published(rows, protocol)}"
     return f"{caption}\n\n{markdown.table(markdown.without_empty_columns(pd.DataFrame(cells)))}"
 
 

@@ -7,7 +7,7 @@
 . scripts/environment.sh
 
 .venv/bin/python scripts/study.py quickstart "$@"
-[[ " $* " != *" --dry-run "* && " $* " != *" --status "* ]] || exit 0
+[[ ! " $* " =~ " --"(dry-run|status|commands)" " ]] || exit 0
 cat <<'TEXT'
 
 A line is a loss: softmax cross-entropy, then three with half top-1 and half top-3 (P_K). Next:

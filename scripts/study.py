@@ -3,7 +3,8 @@
     scripts/quickstart.sh                                   # four losses on digits
     scripts/table1.sh --short --jobs 2                      # 16 epochs in place of 200; flags of scripts/launch.py, too
     scripts/table1.sh --short --status                      # what is done, what runs, and the time left
-    scripts/table1.sh --dry-run                             # the commands
+    scripts/table1.sh --dry-run                             # the commands that would run
+    scripts/table1.sh --commands                            # the table as it is now, with the command of each line
     scripts/heads.sh heads.pt --methods all                 # data first, where a study takes some
     scripts/noise.sh heads.pt --human CIFAR-100_human.pt --labels human
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from experiments.common import door
 from experiments.common.paths import RESULTS, ROOT
 from reporting import reproduction
-from reporting.status import Status, status_text
+from reporting.status import Status, repository_file, status_text
 from scripts.launch import launch, runs_of
 from studies import noise, tiny_imagenet
 from studies.catalog import DESIGNS, STUDIES
@@ -33,9 +34,12 @@ def make_parser() -> argparse.ArgumentParser:
         "study.py", usage="%(prog)s study [data ...] [options]", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"Studies: {', '.join(STUDIES)}.",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number")
-    parser.add_argument("--status", action="store_true", help="print the state of each run and the time left")
-    parser.add_argument("--commands", action="store_true", help="show the command of each line of the table")
+    shows = parser.add_mutually_exclusive_group()
+    shows.add_argument("--dry-run", action="store_true", help="start nothing: print the commands and their number")
+    shows.add_argument("--status", action="store_true", help="start nothing: print the states of runs, the time left")
+    shows.add_argument(
+        "--commands", action="store_true", help="start nothing: print the table of finished runs with their commands"
+    )
     parser.add_argument("--short", action="store_true", help="fewer epochs: table1, table4, beam_search, knn")
     parser.add_argument("--name", help="heads: name of the files in results/ (default: heads)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="heads: methods, or all (default: four of them)")
@@ -66,6 +70,9 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
             raise ValueError(f"{args.study} takes no --{name}")
     if entry.data != ("DATA...",) and len(args.data) != len(entry.data):
         raise ValueError(f"{args.study} takes {' '.join(entry.data) or 'no data'}, got {' '.join(args.data) or 'none'}")
+    if args.commands and extra:
+        raise ValueError(f"--commands shows the table of runs that are there, and takes no {' '.join(extra)}")
+    args.starts_nothing = args.dry_run or args.status or args.commands
     return args, extra
 
 
@@ -89,7 +96,7 @@ def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
     """The studies that a call runs, one after another; a later one may need what an earlier one gave."""
     make = STUDIES[args.study].make
     earlier = earlier_trials(args)
-    if (args.dry_run or args.status) and earlier is not None and not earlier.is_file():
+    if args.starts_nothing and earlier is not None and not earlier.is_file():
         print(f"# {args.study}: known when {earlier.name} is there")
     elif args.study in noise.DESIGNS:
         yield from noise_studies(args)
@@ -181,7 +188,7 @@ def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> 
         words[1:1] = ["--human", str(args.human)]
     if relabel.is_written(words):
         return
-    if args.dry_run or args.status:
+    if args.starts_nothing:
         print(" ".join([".venv/bin/python", "scripts/relabel.py", *words]))
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,21 +247,30 @@ def files_of(study: Study | Tuned) -> list[Path]:
 
 
 def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run a study and print its tables; return the exit status."""
+    """Run a study and print its tables, or show what was asked for; return the exit status."""
+    if args.commands:
+        print_tables(study, args)
+        return 0
     if isinstance(study, Tuned):
         status = tune(study, Launching(args, extra, run_per_core=True, embeddings=study.embeddings))
     else:
         launching = Launching(args, extra, study.run_per_core)
         status = launching(Stage(study.name, study.files[0], study.commands()))
-    if args.dry_run or args.status or status >= 128:
-        return status
+    if not args.starts_nothing and status < 128:
+        print_tables(study, args)
+    return status
+
+
+def print_tables(study: Study | Tuned, args: argparse.Namespace) -> None:
+    """Print the table of each file of a study that has runs, yours or this repository's."""
     embeddings = ""
     if isinstance(study, Tuned):
         embeddings = study.embeddings
     for path in files_of(study):
-        if path.is_file():
+        if path.is_file() or (args.commands and repository_file(path).is_file()):
             print(f"\n{reproduction.report(path, args.choice, args.commands, embeddings)}", end="")
-    return status
+        elif args.commands:
+            print(f"# {study.name}: no runs yet; --dry-run prints its commands")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ shift
 features=data/downloads/embeddings/tiny_imagenet.pt
 extract=(.venv/bin/python experiments/extract_embeddings.py --dataset "$folder" --backbone tf_efficientnet_lite0
     --weights efficientnet-lite0 --resolution 128 --precision bf16 --output "$features")
-if [[ " $* " == *" --dry-run "* || " $* " == *" --status "* ]]; then
+if [[ " $* " =~ " --"(dry-run|status|commands)" " ]]; then
   printf '%q ' "${extract[@]}" && echo
   [ -f "$features" ] || { echo "# linear classifiers: known when this has run"; exit; }
 else

@@ -15,11 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from data.embeddings import Embeddings
+from data.splits import Split
+from experiments import finetune_imagenet, train_cifar100
+from experiments.common.settings import CIFAR, HEADS, run_id
+from experiments.finetune_imagenet import IMAGENET_1K
+from experiments.finetune_imagenet21k import IMAGENET_21K as PROTOCOL_21K
 from scripts import launch, study
 from scripts.pages import ROOT
 from studies.catalog import STUDIES
-from studies.runs import Study
+from studies.runs import CIFAR100, IMAGENET, IMAGENET_21K, Study
 from topk_losses import METHODS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*/README.md"))]
@@ -27,10 +34,10 @@ BLOCK = re.compile(r"^```shell\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "pip", "aws", "parallel", "sbatch")  # stand-ins; any other program must be there
 INSTALLED = ("pip", "venv", "pytest")  # modules that python -m runs, and whose flags are not ours
 SET_UP = "README.md#set-up"
-# What a page asks its reader for: a folder of images, files, a method of their own package.
+# What a page asks its reader for: a folder of images, files, methods of their own package.
 FOLDER = "FOLDER"
 FILES = ("CIFAR-100_human.pt", "cifar100.pt", "commands.txt", "heads.pt", "own.pt")
-OWN_METHOD = "focal"
+OWN_METHODS = ("focal", "focal_1")
 # A dry run prints a command, which is the next program's input.
 STAND_IN = """#!/bin/bash
 case " $* " in *" --dry-run "*) echo true;; esac
@@ -147,13 +154,58 @@ def parse_study(words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.page.stem}-line{block.line}" for block in BLOCKS])
 def test_the_commands_of_a_block_run_and_their_flags_parse(block, tree, monkeypatch):
-    monkeypatch.setitem(METHODS, OWN_METHOD, METHODS["softmax_cross_entropy"])
+    for name in OWN_METHODS:
+        monkeypatch.setitem(METHODS, name, METHODS["softmax_cross_entropy"])
     monkeypatch.chdir(tree.folder)
     calls = tree.run(block.code)
     assert calls or ". .venv/bin/activate" in block.code, "a block without a command"
     for program, *words in calls:
         if program == "python":
             parse(words)
+
+
+def images(script: str, words: list[str]) -> list[tuple[str, str]]:
+    """The run ids of a command on images, each with the results file that gets its row."""
+    args = train_cifar100.parse_arguments(words)
+    ids = []
+    for seed in args.seed:
+        config = train_cifar100.configuration(args, seed)
+        ids.append((run_id(CIFAR, config, train_cifar100.READABLE), str(args.results)))
+    return ids
+
+
+def embeddings(script: str, words: list[str]) -> list[tuple[str, str]]:
+    """The same on embeddings of as many rows and classes as the published ones, named as the command names them."""
+    protocol = {IMAGENET: IMAGENET_1K}.get(script, PROTOCOL_21K)
+    args = finetune_imagenet.parse_arguments(words, protocol)
+    labels = torch.zeros(1_200_000, dtype=torch.long)
+    data = Embeddings(Path(args.data_path), {"train": Split(labels.unsqueeze(1), labels)}, protocol.num_classes, {})
+    rows = finetune_imagenet.choose_rows(data, args, protocol)
+    source = finetune_imagenet.Source(data, rows, {"embeddings": args.data_path})
+    ids = []
+    for seed in args.seed:
+        config = finetune_imagenet.configuration(args, seed, protocol, source)
+        ids.append((run_id(HEADS, config, finetune_imagenet.READABLE), str(args.results)))
+    return ids
+
+
+RUNS_OF = {CIFAR100: images, IMAGENET: embeddings, IMAGENET_21K: embeddings}
+
+
+@pytest.mark.parametrize("name", ["table1", "table2_3_imagenet1k", "table2_3_imagenet21k", "table5"])
+def test_the_rows_of_a_table_one_by_one_are_the_runs_of_its_script(name, tree):
+    """The same runs in the same file: the script skips what was typed, and the report finds it."""
+    (results,) = STUDIES[name].make().files
+    typed = []
+    (block,) = [block for block in BLOCKS if block.page.stem == "reproduce" and f"--results {results}" in block.code]
+    for program, script, *words in tree.run(block.code):
+        assert program == "python"
+        typed += [run for run in RUNS_OF[script](script, words) if run[1] == results]
+    listed = []
+    for command in STUDIES[name].make().commands():
+        _, script, *words = shlex.split(command)
+        listed += RUNS_OF[script](script, words)
+    assert sorted(typed) == sorted(listed)
 
 
 def test_there_are_commands_of_every_kind():

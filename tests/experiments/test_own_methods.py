@@ -3,16 +3,20 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.clones import copy_of_tracked_files
 from tests.experiments.scripts import rows_of
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/extending.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docs/extending.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^```shell\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 CLASSES = {"focal": "FocalLoss", "squared_softsort": "SquaredSoftSort"}
 # Both methods in one process, each with flags and a results file of its own.
 TRAIN = """
@@ -22,6 +26,12 @@ statuses = [main(words) for words in json.loads(sys.argv[1])]
 sys.exit(max(statuses))
 """
 WAYS = {"entry point": TRAIN, "register": f"import own_methods\n{TRAIN}"}
+SIZE = "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
+# Runs become small by what stands last.
+PYTHON = f"""#!/bin/bash
+[[ "$*" != *" --method "* ]] || set -- "$@" {SIZE}
+exec {shlex.quote(sys.executable)} "$@"
+"""
 P_K = {"focal": "1 0 0 0 0", "squared_softsort": "0.2 0.2 0.2 0.2 0.2"}
 
 
@@ -48,9 +58,7 @@ def package(tmp_path):
 def test_a_script_trains_with_an_own_method(way, package, tmp_path):
     if way == "register":
         (package / "entry_points.txt").unlink()
-    size = ["--dataset", "digits", "--limit_train", "60", "--batch_size", "16", "--n_epochs", "1"]
-    flags = [*size, "--device", "cpu", "--threads", "1"]
-    calls = [[*flags, "--method", method, "--results", str(tmp_path / f"{method}.csv")] for method in CLASSES]
+    calls = [[*SIZE.split(), "--method", method, "--results", str(tmp_path / f"{method}.csv")] for method in CLASSES]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-c", WAYS[way], json.dumps(calls)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
@@ -59,6 +67,25 @@ def test_a_script_trains_with_an_own_method(way, package, tmp_path):
         (row,) = rows_of(tmp_path / f"{method}.csv")
         assert row["method"] == method
         assert row["p_k"] == P_K[method]
+
+
+def test_the_pages_commands_train_a_variant_and_report_it_beside_table_1(tmp_path):
+    """In a new clone, with the page's code as the module."""
+    (commands,) = [block for block in COMMANDS if "import my_module" in block]
+    clone = copy_of_tracked_files(tmp_path / "clone")
+    (clone / "my_module.py").write_text("".join(BLOCKS))
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(clone)}
+    done = subprocess.run(["bash", "-eu", "-c", commands], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(clone / "results" / "table1_short.csv")
+    assert [(row["method"], row["seed"]) for row in rows] == [("focal_1", seed) for seed in ("0", "1", "2")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("| focal_1 ")]
+    assert line.count("(3) |") == 2  # three seeds in top-1 and in top-5
+    assert "Top-k DiffSortNets (splitter_selection)" in done.stdout
 
 
 @pytest.mark.parametrize("method", CLASSES)

@@ -11,8 +11,9 @@ from experiments.common.rows import read_rows, write_rows
 from reporting import status
 from reporting.status import Progress, Status, status_text, time_left
 from studies import runs
-from studies.paper import TABLE1_SHORT
-from studies.runs import expected_runs
+from studies.catalog import LISTED
+from studies.paper import TABLE1_SHORT, table1
+from studies.runs import RunIndex, Study, expected_runs
 
 COMMANDS = TABLE1_SHORT.commands()
 ROWS = read_rows(REPOSITORY / "table1_short.csv")
@@ -155,7 +156,44 @@ def test_the_time_left_is_the_repositorys_times_this_machines_pace(folder):
     waiting = Progress(total=1, expected=600.0)
     assert time_left([running, waiting], "a CPU") == "about 30 min left, 1 at a time, at 2 times the seconds of a CPU"
     assert time_left([Progress(total=1)], "a CPU").startswith("the repository has no rows")
-    assert "all took 20 min" in time_left([waiting, waiting], "a CPU")
+    assert "all would take about 20 min" in time_left([waiting, waiting], "a CPU")
+
+
+def time_of_all(folder, name: str, commands: list[str]) -> str:
+    """What the last line says of the time of all runs, before one is done."""
+    found = Status(folder / f"{name}.csv", folder / "logs")
+    return status_text(commands, commands, name, found).rpartition("; ")[2]
+
+
+@pytest.mark.parametrize("study", [study for study in LISTED if isinstance(study, Study)], ids=lambda study: study.name)
+def test_the_time_of_all_says_how_many_runs_were_measured(folder, study):
+    """On one machine, with the settings of the run and any seed; the others take the mean."""
+    (results,) = study.files
+    stem = results.removeprefix("results/").removesuffix(".csv")
+    rows = read_rows(REPOSITORY / f"{stem}.csv")
+    text = time_of_all(folder, stem, study.commands())
+    if not rows:
+        assert text == "the repository has no rows of this study, so the time left is not known"
+        return
+    devices = [row["device_name"] for row in rows]
+    device = max(set(devices), key=devices.count)
+    index = RunIndex([row for row in rows if row["device_name"] == device])
+    count = 0
+    for command in study.commands():
+        for run in expected_runs(command):
+            del run["seed"]
+            count += bool(index.find(run))
+    total = len(study.commands())
+    expected = "every run has rows with its settings there"
+    if count < total:
+        expected = f"{count} of {total} runs have rows with their settings there, the others take the mean of all rows"
+    assert text.startswith(f"on {device} all would take about ")
+    assert text.endswith(f"({expected})")
+
+
+def test_of_the_published_runs_of_table_1_none_was_measured(folder):
+    """The repository's two rows are in bf16."""
+    assert "(0 of 20 runs have rows" in time_of_all(folder, "table1", table1().commands())
 
 
 def test_a_pass_of_several_losses_counts_its_seconds_once(folder):

@@ -34,6 +34,22 @@ def test_older_passes_held_all_seeds(write):
     assert list(passes_of(write([(0, 99.0), (1, 99.0), (2, 99.0)]))["runs"]) == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("device", "threads", "expected"),
+    [
+        ("cpu", (1, 1), " with one thread,"),
+        ("cpu", (2, 2), " with 2 threads,"),
+        ("cpu", (2, 1), " with 1 or 2 threads,"),
+        ("cuda:0", (4, 1), ","),
+    ],
+)
+def test_hours_on_a_cpu_say_the_threads(write, trained, device, threads, expected):
+    file = write([(0, 99.0), (1, 200.0)])
+    rows = pd.read_csv(file).assign(device=device, threads=threads)
+    rows.to_csv(file, index=False)
+    assert f" on {rows['device_name'][0]}{expected} " in hours(file)
+
+
 def test_passes_of_rows_as_scripts_write_them(trained):
     """heads.csv has six losses with two seeds, each seed in one pass."""
     assert list(passes_of(trained / "heads.csv")["runs"]) == [6, 6]

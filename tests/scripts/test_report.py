@@ -7,13 +7,15 @@ import re
 
 import pandas as pd
 import pytest
+from scipy.stats import t as student
 
 from experiments.common import door
 from experiments.common import settings as registry
 from experiments.common.paths import PAPER, REPOSITORY
 from experiments.common.settings import OWN_SETTINGS
+from reporting import reproduction
 from reporting.compare import paired
-from reporting.frames import read_runs
+from reporting.frames import read_runs, read_text
 from reporting.markdown import HEADINGS
 from scripts import report
 from tests.scripts.trained import EVEN, changed
@@ -60,7 +62,6 @@ def test_mean_deviation_and_difference_beside_the_published_values(made, two_see
         ({"label_noise": "0.2", "noise_groups": "blocks"}, "label_noise 0.2"),
         ({"lr_schedule": "cosine"}, "lr_schedule cosine"),
         ({"weight_decay": "0.5", "ema": "0.999"}, "ema 0.999, weight_decay 0.5"),
-        ({"dataset": "digits"}, "dataset digits (cifar100)"),
         ({"lr": "0.01"}, "lr 0.01 (0.001)"),
     ],
 )
@@ -74,10 +75,91 @@ def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, two_se
     assert cells(text, "Softmax CE")[0]["top-1 difference"] == "+0.23"
 
 
-# Those left out: another published row, settings that the row does not have, and the authors' own implementation.
+@pytest.fixture
+def yours(write, capsys, monkeypatch, tmp_path):
+    """The report of rows that are yours, as scripts/report.py prints it."""
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+
+    def call(rows, name="table1.csv"):
+        assert report.main([str(write(*rows, name=name))]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_your_runs_with_the_published_settings_stand_beside_the_published_values(yours, two_seeds, cifar_run):
+    """Deviations of 0.71 and 0: pooled 0.5 with two degrees, and the mean of two runs against that of two."""
+    text = yours(two_seeds)
+    half = f"{student.ppf(0.975, 2) * 0.5:.2f}"
+    (softmax,) = [row for row in cells(text, "Softmax CE") if row["top-1 yours"] != "not run"]
+    assert softmax["top-1 published"] == "61.27"
+    assert softmax["top-1 yours"] == "61.50 ± 0.71 (2)"
+    assert softmax["top-1 yours − published"] == f"+0.23 ± {half}"
+    (sort,) = cells(text, "Top-k NeuralSort")
+    assert sort["top-1 yours − published"] == f"+0.54 ± {half}"
+    assert "mean of 2 seeds" in text
+    assert "spread over seeds is not known" in text
+    assert "if they spread as yours do" in text
+    (softmax,) = [row for row in cells(yours(two_seeds[:1]), "Softmax CE") if row["top-1 yours"] != "not run"]
+    assert softmax["top-1 yours − published"] == "−0.27"
+
+
+def test_a_line_that_spreads_more_than_the_others_has_an_interval_of_its_own(yours, cifar_run):
+    """Two seeds ten points apart, among lines whose seeds are a hundredth of a point apart."""
+    rows = []
+    for seed in (0, 1):
+        near = 0.5 + seed * 0.0001
+        far = 0.5 + seed * 0.1
+        rows.append(cifar_run(seed, near, near))
+        rows.append(cifar_run(seed, near, near, "neuralsort"))
+        rows.append(cifar_run(seed, far, far, "neuralsort", p_k="0 0 0 0 1"))
+    text = yours(rows)
+    own = student.ppf(0.975, 1) * 10 * 0.5**0.5
+    assert cells(text, "Top-5 NeuralSort")[0]["top-1 yours − published"].endswith(f" ± {own:.2f}")
+    pooled = student.ppf(0.975, 2) * 0.01 * 0.5**0.5
+    assert cells(text, "Top-k NeuralSort")[0]["top-1 yours − published"].endswith(f" ± {pooled:.2f}")
+
+
+@pytest.mark.parametrize("name", ["table2_3_imagenet1k.csv", "table5.csv"])
+def test_a_published_mean_of_unknown_seeds_has_a_difference_without_an_interval(yours, row, name):
+    softmax = changed(row("heads", method="softmax_cross_entropy"), **IMAGENET, test_top1=0.861, test_top5=0.97812)
+    text = yours([changed(softmax, seed=seed, order_seed=seed) for seed in (0, 1)], name)
+    found = [row for row in cells(text, "") if row["top-5 yours"] != "not run"]
+    assert [row["top-1 yours − published"] for row in found] == ["+0.04"]
+    assert "Nor is the number of their seeds" in text
+
+
+def test_runs_with_other_settings_have_no_difference_to_the_published_values(yours, two_seeds):
+    text = yours([changed(row, precision="bf16") for row in two_seeds])
+    assert "yours − published" not in text.lower()
+
+
+@pytest.mark.parametrize("table", sorted(set(read_text(PAPER / "protocols.csv")["table"])))
+def test_a_table_of_published_values_is_not_that_of_another_data_set(made, two_seeds, table):
+    """By its name, by the file's, and whether it has published rows of the method or not."""
+    digits = [changed(row, dataset="digits", num_classes="7") for row in two_seeds]
+    for flags, name in ((["--table", table], "r.csv"), ([], f"{table}.csv")):
+        status, text, _ = made(digits, *flags, name=name)
+        assert status == 0
+        assert len(cells(text, "")) == 2
+        assert "ublished" not in text
+        assert cells(text, "softmax")[0]["top-1"] == "61.50 ± 0.71"
+
+
+def test_runs_on_another_data_set_stand_below_the_published_rows_and_are_marked(made, two_seeds):
+    digits = [changed(row, dataset="digits", num_classes="10") for row in two_seeds]
+    _, text, _ = made([*two_seeds, *digits])
+    (softmax,) = cells(text, "softmax_cross_entropy")
+    assert softmax["not as published"] == "dataset digits (cifar100), num_classes 10 (100)"
+    assert (softmax["top-1 ours"], softmax["top-1 published"]) == ("61.50 ± 0.71", "")
+    assert cells(text, "Softmax CE")[0]["not as published"] == ""
+
+
+# Those left out: another published row, settings that the row does not have, the authors' own implementation, and the
+# data set, without which no published row counts.
 @pytest.mark.parametrize(
     "flag",
-    sorted(set(IDENTITY) - {"seed", "method", "p_k", "distribution", "art_lambda", "implementation"}),
+    sorted(set(IDENTITY) - {"seed", "method", "p_k", "distribution", "art_lambda", "implementation", "dataset"}),
 )
 def test_every_flag_of_training_that_is_not_as_published_is_named(made, two_seeds, flag):
     value = OTHER.get(registry.BY_NAME[flag].kind, "other")

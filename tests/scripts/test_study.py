@@ -1,5 +1,6 @@
 """A study in a copy of the repository, as a new clone has it: it trains, continues, is reported and has a status."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,30 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.paths import ROOT
 from experiments.common.rows import read_rows
+from scripts import study
+from studies import paper
+from studies.catalog import STUDIES
+from tests.clones import copy_of_tracked_files
 
 SMALL = ["--n_epochs", "1", "--limit_train", "64", "--device", "cpu", "--threads", "1", "--jobs", "2"]
 
 
+# The data of a study, and what else it needs, in files of the tests.
+DATA = {"FILE": "heads.pt", "DATA...": "digits", "HUMAN": "people.pt"}
+DATA |= {name: "heads.pt" for name in ("OF_10", "OF_100", "OF_1000")}
+NEEDS = {"noise": ["--human", "people.pt"], "noise_draws": ["--human", "people.pt"]}
+EACH = """
+import json, sys
+from experiments.common import door
+from scripts import study
+for words in json.loads(sys.argv[1]):
+    print("===", *words, door.call(lambda: study.main(words)), flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A copy of the tracked files, with this environment."""
-    folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if name.startswith(("docs/", "tests/")) or not (ROOT / name).is_file():
-            continue
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+    """A new clone with this environment."""
+    folder = copy_of_tracked_files(tmp_path_factory.mktemp("clone"))
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 
-def called(clone: Path, *words: str) -> str:
+def called(clone: Path, *words: str, program: tuple[str, ...] = ("scripts/study.py",)) -> str:
     environment = {**os.environ, "PYTHONPATH": str(clone), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "scripts/study.py", *words],
+        [sys.executable, *program, *words],
         cwd=clone,
         env=environment,
         capture_output=True,
@@ -50,7 +61,7 @@ def test_a_new_clone_trains_and_a_second_call_skips(clone):
     words = ["quickstart", *SMALL]
     first = called(clone, *words)
     assert "quickstart: 4 of 4 runs done (4 trained, 0 skipped), 0 failed" in first
-    assert "No run of yours has repository runs to be compared with." in first  # of one epoch
+    assert "This repository has no runs with the settings of yours." in first  # of one epoch
     assert len(read_rows(clone / "results" / "quickstart.csv")) == 4
     second = called(clone, *words)
     assert "quickstart: 4 of 4 runs done (0 trained, 4 skipped), 0 failed" in second
@@ -58,3 +69,44 @@ def test_a_new_clone_trains_and_a_second_call_skips(clone):
     status = called(clone, *words, "--status").splitlines()[-1]
     assert status.startswith("# quickstart: 4 of 4 runs done")
     assert {path: path.read_bytes() for path in before} == before
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, but for compiled ones and for the digests of files that were read."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix not in (".pyc", ".fingerprint"):
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("flag", ["--commands", "--dry-run", "--status"])
+def test_what_starts_nothing_writes_no_file_in_any_study(flag, tmp_path, trained):
+    """A run that is started has a log, even here, where no environment lets one begin."""
+    clone = copy_of_tracked_files(tmp_path / "clone")
+    for name in ("heads.pt", "people.pt"):
+        shutil.copy(trained / name, clone / name)
+    calls = []
+    for name, entry in STUDIES.items():
+        calls.append([name, *(DATA[word] for word in entry.data), *NEEDS.get(name, []), flag])
+        if "short" in entry.options:
+            calls.append([*calls[-1], "--short"])
+    before = files_in(clone)
+    printed = called(clone, json.dumps(calls), program=("-c", EACH))
+    ended = [line for line in printed.splitlines() if line.startswith("===")]
+    assert ended == [f"=== {' '.join(call)} 0" for call in calls]
+    assert files_in(clone) == before
+
+
+def test_the_table_with_commands_has_those_of_the_runs_that_are_there(clone):
+    """A new clone has this repository's runs; a study without any says so."""
+    printed = called(clone, "table1", "--short", "--commands")
+    commands = [line.strip() for line in printed.splitlines() if line.startswith("    .venv")]
+    assert commands == paper.TABLE1_SHORT.commands()[:10]
+    assert called(clone, "table5", "--commands") == "# table5: no runs yet; --dry-run prints its commands\n"
+
+
+@pytest.mark.parametrize("words", [["--commands", "--jobs", "2"], ["--commands", "--n_epochs", "3"]])
+def test_the_table_with_commands_takes_no_flags_of_runs(words):
+    with pytest.raises(ValueError, match=f"takes no {' '.join(words[1:])}"):
+        study.parse_arguments(["table1", *words])

@@ -25,6 +25,7 @@ case "$*" in
 esac
 while [ $# -gt 1 ]; do case $1 in --output|--trials) mkdir -p "$(dirname "$2")"; touch "$2";; esac; shift; done
 """
+STARTS_NOTHING = ("--dry-run", "--status", "--commands")
 WORDS = {"tiny_imagenet": ["images"], "slurm": ["a-name"]}  # that a script asks for
 
 
@@ -127,14 +128,15 @@ def test_the_lowest_versions_have_an_environment_of_their_own(tree):
     assert tree.call("scripts/test.sh", "--lowest", "-x").calls == [run]
 
 
-def test_only_shown_runs_have_no_table(tree):
-    for flag in ("--dry-run", "--status"):
+def test_what_starts_nothing_ends_with_what_it_shows(tree):
+    for flag in STARTS_NOTHING:
         assert tree.call("scripts/quickstart.sh", flag).calls[-1].endswith(f"scripts/study.py quickstart {flag}")
 
 
-def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(tree):
+@pytest.mark.parametrize("flag", STARTS_NOTHING)
+def test_what_starts_nothing_prints_the_extraction_of_tiny_imagenet(flag, tree):
     images = tree.folder / "images"
-    done = tree.call("scripts/tiny_imagenet.sh", images, "--dry-run")
+    done = tree.call("scripts/tiny_imagenet.sh", images, flag)
     assert done.status == 0
     extraction, more = done.printed.splitlines()
     assert f"experiments/extract_embeddings.py --dataset {images} " in extraction
@@ -143,9 +145,9 @@ def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(
     features = tree.folder / re.search(r"--output (\S+)", extraction)[1]
     features.parent.mkdir(parents=True)
     features.touch()
-    done = tree.call("scripts/tiny_imagenet.sh", images, "--dry-run")
-    assert done.calls == [f".venv/bin/python scripts/study.py {name} --dry-run" for name in OF_TINY_IMAGENET]
-    assert tree.call("scripts/tiny_imagenet.sh", tree.folder / "absent", "--dry-run").status == 2
+    done = tree.call("scripts/tiny_imagenet.sh", images, flag)
+    assert done.calls == [f".venv/bin/python scripts/study.py {name} {flag}" for name in OF_TINY_IMAGENET]
+    assert tree.call("scripts/tiny_imagenet.sh", tree.folder / "absent", flag).status == 2
 
 
 def test_an_array_without_a_name_gets_a_sentence(tree):
