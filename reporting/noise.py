@@ -15,7 +15,7 @@ from reporting import markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
 from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
-from studies.tuning import Known, Trial, Tried, Tuned
+from studies.tuning import BETTER, WORSE, Known, Trial, Tried, Tuned
 
 ERROR = 0.05  # family-wise
 NOISY = "noisy"
@@ -54,7 +54,7 @@ class Results:
                 continue
             found = {}
             for choice, split in design.choices.items():
-                trial = self.rule.choose(tried, split)
+                trial = self.rule.choose(tried, split, candidate.ties)
                 runs = finals.of(trial)
                 if trial is None or runs.empty:
                     self.missing.append(f"what {choice} validation chose of {candidate.name} has no final run")
@@ -71,13 +71,20 @@ class Results:
         return list(self.titles)
 
     def best(self, losses: Sequence[str]) -> str:
-        """The loss whose choice has the best validation, of the seeds that chose."""
+        """The loss whose choice has the best validation, of the seeds that chose.
+
+        Ties break against the claim that sorting helps: of equal losses the better in test, if none of them sorts, and
+        else the worse.
+        """
         split = self.study.finals.choices[self.choice]
+        ties = WORSE
+        if set(losses).isdisjoint(RANKING):
+            ties = BETTER
         scores = {}
         for loss in losses:
             for item in self.tried.get(loss, []):
                 if item.trial == self.chosen[loss, self.choice]:
-                    scores[loss] = item.mean_score(self.rule.deciding_seeds, split)
+                    scores[loss] = item.order(self.rule.deciding_seeds, split, ties)
         return max(scores, key=scores.__getitem__)
 
     def minus(self, pair: Pair, choice: str = "") -> pd.DataFrame:
