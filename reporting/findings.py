@@ -11,8 +11,8 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     baseline_name                   where it is not cross-entropy
     note                            stands behind the setting in tables
 
-A dagger marks a difference of the study of wrong labels whose interval excludes 0, and which Holm's method does not keep
-among all differences of that study.
+A dagger marks a difference of the study of wrong labels whose interval excludes 0, and which Holm's method does not
+keep among all differences of that study.
 """
 
 import csv
