@@ -18,6 +18,7 @@ from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Des
 from studies.tuning import BETTER, WORSE, Known, Trial, Tried, Tuned
 
 ERROR = 0.05  # family-wise
+TIES = "Of cross-entropy's trials that tie the better in test is chosen, of another loss's the earlier."
 NOISY = "noisy"
 
 
@@ -228,7 +229,7 @@ def setup(results: Results) -> str:
         f"linear classifiers on {first['backbone'].partition(':')[2]} at {first['resolution']:g} pixels, "
         f"{first['train_images']:g} training and {first['valid_images']:g} validation images, {length} epochs of "
         f"batches of {first['batch_size']:g}. {max(map(len, results.tried.values()))} trials of each loss. "
-        f"{results.rule.text} Validation is its top-1 + top-5 at the end of training."
+        f"{results.rule.text} {TIES} Validation is its top-1 + top-5 at the end of training."
     )
 
 
@@ -252,7 +253,8 @@ def noise_answer(folder: Path) -> str:
     above = (
         f"Best of {len(RANKING)} top-k losses minus best of {len(ROBUST)} robust losses without order, each by noisy "
         "validation. Points of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of "
-        f"{len(kept_by_holm(folder))} differences. {rule_text(folder)}"
+        f"{len(kept_by_holm(folder))} differences. {rule_text(folder)} Of top-k losses that tie the worse in test is "
+        "shown, of robust losses the better."
     )
     summary = f"{len(SORTING)} and {len(ROBUST)} losses: without top-k losses that also correct labels"
     return (
