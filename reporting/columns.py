@@ -49,7 +49,7 @@ COLUMNS = {
     "device_name": "model of the GPU or CPU",
     "torch_version": "PyTorch",
     "{package}_version": "of older runs: Python, torchvision, NumPy",
-    "git_commit": "commit of this repository, -dirty if tracked files differed; a+b if resumed on another",
+    "git_commit": "commit of this repository; -dirty: tracked files differed; a+b: resumed on b; *_epochs.csv: none",
     "times_resumed": "how often the run was continued from a checkpoint",
     "started_utc": "when the run began, UTC, ISO 8601",
     "finished_utc": "when the row was written, UTC, ISO 8601",

@@ -9,6 +9,10 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     epoch                           read the best validation epoch up to this one, in a file of scripts/epochs.py
     is_main                         stands in the figure
     baseline_name                   where it is not cross-entropy
+    note                            stands behind the setting in tables
+
+A dagger marks a difference of the study of wrong labels whose interval excludes 0, and which Holm's method does not
+keep among all differences of that study.
 """
 
 import csv
@@ -21,11 +25,12 @@ from typing import NamedTuple
 import pandas as pd
 
 from experiments.common.paths import REPOSITORY
-from reporting import epochs, markdown
+from reporting import epochs, markdown, noise
 from reporting.compare import Interval, interval, paired
 from reporting.frames import METRICS, lines_of, read_runs
 
 GAINS = ["Δ top-1", "Δ top-5"]
+RUNNER_UP = "_runner_up"  # ends the name of a file with final runs of another trial than the chosen one
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Comparison:
     epoch: str
     is_main: str
     baseline_name: str
+    note: str
 
     @property
     def title(self) -> str:
@@ -56,6 +62,11 @@ class Comparison:
         if self.baseline_name:
             text += f", against {self.baseline_name}"
         return text
+
+    @property
+    def line(self) -> str:
+        """What stands in a table: the key, the title and the note."""
+        return f"{self.key}: {self.title} {self.note}".strip()
 
 
 def read_comparisons() -> list[Comparison]:
@@ -103,7 +114,7 @@ def trials(comparison: Comparison) -> str:
     """How many settings were tried for the loss and for its baseline; "52 + 30": in two rounds."""
     if comparison.is_published == "true":
         return "published"
-    stem = comparison.file.removesuffix(".csv")
+    stem = comparison.file.removesuffix(".csv").removesuffix(RUNNER_UP)
     files = []
     if stem.endswith("_more"):
         files.append(f"{stem.removesuffix('_more')}_trials.csv")
@@ -162,13 +173,36 @@ def status(found: Difference) -> str:
     return f"top-1: {top1}; top-5: {top5}"
 
 
-def cells(found: Difference) -> dict[str, str]:
-    """The cells of a difference. A clear one is bold."""
+@functools.cache
+def family_of(file: str) -> dict[tuple[frozenset[str], frozenset[str]], noise.Pair]:
+    """The pairs whose differences Holm's method orders, by the names of the runs of both sides; none of most files."""
+    path = REPOSITORY / file
+    results = None
+    if path.parent.name == noise.NOISE.name:
+        results = noise.results_of(path.parent).get(path.stem)
+    if results is None:
+        return {}
+    names = {loss: frozenset(results.finals[loss, noise.NOISY]["run_id"]) for loss in results.losses}
+    return {(names[pair.loss], names[pair.other]): pair for pair in results.pairs()}
+
+
+def is_rejected(comparison: Comparison, metric: str) -> bool:
+    """Whether Holm's method was applied to a difference, and does not keep it."""
+    path = REPOSITORY / comparison.file
+    names = (frozenset(loss_runs(comparison)["run_id"]), frozenset(baseline_runs(comparison)["run_id"]))
+    pair = family_of(comparison.file).get(names)
+    return pair is not None and not noise.kept_by_holm(path.parent)[path.stem, pair, metric]
+
+
+def cells(comparison: Comparison, found: Difference) -> dict[str, str]:
+    """The cells of a difference. A clear one is bold, and has a dagger if Holm's method does not keep it."""
     row = {}
-    for heading, gain in zip(GAINS, found.gains):
+    for metric, heading, gain in zip(METRICS, GAINS, found.gains):
         row[heading] = markdown.interval(gain)
         if gain.is_clear:
             row[heading] = f"**{row[heading]}**"
+        if gain.is_clear and is_rejected(comparison, metric):
+            row[heading] += "†"
     row["Seeds"] = str(found.seeds)
     return row
 
@@ -182,8 +216,8 @@ def table_of(comparisons: list[Comparison]) -> pd.DataFrame:
             rows.append({"Setting": f"**{data}**"})
         for comparison in group:
             found = difference(comparison)
-            row = {"Key": comparison.key, "Setting": comparison.title, "Status": status(found)}
-            rows.append(row | cells(found))
+            row = {"Setting": comparison.line, "Status": status(found)}
+            rows.append(row | cells(comparison, found))
     return pd.DataFrame(rows).fillna("")
 
 
@@ -203,7 +237,6 @@ def chosen(names: tuple[str, ...]) -> list[Comparison]:
 def as_markdown(*names: str) -> str:
     """The comparisons that `chosen` names; their status where all stand, elsewhere bold numbers have to do."""
     table = table_of(chosen(names))
-    table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
     columns = ["Setting", *GAINS, "Seeds"]
     if names == ("all",):
         columns.append("Status")

@@ -19,7 +19,7 @@ HEADINGS = {
     "label_smoothing": "label smoothing",
 }
 NUMBER = re.compile(
-    r"(\*\*)?[+−≈]?[\d.,]+(e-\d+)?( ± [\d.]+(\\\*)?| / [\d.]+)?( \(\d+\))?(\*\*)?|not run|the same trial|"
+    r"(\*\*)?[+−≈]?[\d.,]+(e-\d+)?( ± [\d.]+(\\\*)?| / [\d.]+)?( \(\d+\))?(\*\*)?†?|not run|the same trial|"
 )
 LATEX = {
     "&": r"\&",

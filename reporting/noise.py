@@ -15,9 +15,10 @@ from reporting import markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
 from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
-from studies.tuning import Known, Trial, Tried, Tuned
+from studies.tuning import BETTER, WORSE, Known, Trial, Tried, Tuned
 
 ERROR = 0.05  # family-wise
+TIES = "Of cross-entropy's trials that tie the better in test is chosen, of another loss's the earlier."
 NOISY = "noisy"
 
 
@@ -54,7 +55,7 @@ class Results:
                 continue
             found = {}
             for choice, split in design.choices.items():
-                trial = self.rule.choose(tried, split)
+                trial = self.rule.choose(tried, split, candidate.ties)
                 runs = finals.of(trial)
                 if trial is None or runs.empty:
                     self.missing.append(f"what {choice} validation chose of {candidate.name} has no final run")
@@ -71,13 +72,20 @@ class Results:
         return list(self.titles)
 
     def best(self, losses: Sequence[str]) -> str:
-        """The loss whose choice has the best validation, of the seeds that chose."""
+        """The loss whose choice has the best validation, of the seeds that chose.
+
+        Ties break against the claim that sorting helps: of equal losses the better in test, if none of them sorts, and
+        else the worse.
+        """
         split = self.study.finals.choices[self.choice]
+        ties = WORSE
+        if set(losses).isdisjoint(RANKING):
+            ties = BETTER
         scores = {}
         for loss in losses:
             for item in self.tried.get(loss, []):
                 if item.trial == self.chosen[loss, self.choice]:
-                    scores[loss] = item.mean_score(self.rule.deciding_seeds, split)
+                    scores[loss] = item.order(self.rule.deciding_seeds, split, ties)
         return max(scores, key=scores.__getitem__)
 
     def minus(self, pair: Pair, choice: str = "") -> pd.DataFrame:
@@ -221,7 +229,7 @@ def setup(results: Results) -> str:
         f"linear classifiers on {first['backbone'].partition(':')[2]} at {first['resolution']:g} pixels, "
         f"{first['train_images']:g} training and {first['valid_images']:g} validation images, {length} epochs of "
         f"batches of {first['batch_size']:g}. {max(map(len, results.tried.values()))} trials of each loss. "
-        f"{results.rule.text} Validation is its top-1 + top-5 at the end of training."
+        f"{results.rule.text} {TIES} Validation is its top-1 + top-5 at the end of training."
     )
 
 
@@ -245,7 +253,8 @@ def noise_answer(folder: Path) -> str:
     above = (
         f"Best of {len(RANKING)} top-k losses minus best of {len(ROBUST)} robust losses without order, each by noisy "
         "validation. Points of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of "
-        f"{len(kept_by_holm(folder))} differences. {rule_text(folder)}"
+        f"{len(kept_by_holm(folder))} differences. {rule_text(folder)} Of top-k losses that tie the worse in test is "
+        "shown, of robust losses the better."
     )
     summary = f"{len(SORTING)} and {len(ROBUST)} losses: without top-k losses that also correct labels"
     return (

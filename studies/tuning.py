@@ -4,7 +4,8 @@
 
 A space is a tuple of candidates, each a loss with the numbers or options that are tried. A round says which trials a
 candidate gets, given the rows of earlier rounds. All trials have seed 0. The best of them, the finalists, get the seeds
-of the rule of selection, and the mean over those seeds chooses. The finals have seeds that never chose.
+of the rule of selection, and the mean over those seeds chooses. The finals have seeds that never chose. Where trials of
+a baseline have equal validation, the one with the higher test accuracy is chosen: ties break against the other losses.
 """
 
 import itertools
@@ -19,7 +20,12 @@ from experiments.common.rows import read_rows
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
 
 Row = dict[str, str]
+BASELINE = "softmax_cross_entropy"
+BETTER = 1
+EARLIER = 0
+WORSE = -1
 TRIAL_SEEDS = (0,)  # of all trials
+DIGITS = 9  # of a mean score: without rounding, the order of a sum would decide between equal accuracies
 
 
 class Range(NamedTuple):
@@ -61,6 +67,13 @@ class Candidate:
     flags: str
     ranges: dict[str, Range] = field(default_factory=dict)
     options: tuple[str, ...] = ("",)
+
+    @property
+    def ties(self) -> int:
+        """Which of two trials with equal validation is chosen, see `Tried.order`; of a baseline the better in test."""
+        if parse_flags(self.flags).get("method") == BASELINE:
+            return BETTER
+        return EARLIER
 
 
 class Trial(NamedTuple):
@@ -130,11 +143,25 @@ class Tried(NamedTuple):
 
     def mean_score(self, seeds: Sequence[int], split: str) -> float:
         """The mean over seeds of the top-1 + top-5 of a split, such as valid or last_clean."""
-        return fmean(score(self.rows[seed], split) for seed in seeds)
+        return round(fmean(score(self.rows[seed], split) for seed in seeds), DIGITS)
+
+    def order(self, seeds: Sequence[int], split: str, ties: int) -> tuple[float, float]:
+        """What trials are ordered by: the mean score; of equals the BETTER or the WORSE in test, or the EARLIER one."""
+        test = 0.0
+        if ties != EARLIER:
+            test = ties * self.mean_score(seeds, test_split(split))
+        return self.mean_score(seeds, split), test
 
 
 def score(row: Row, split: str) -> float:
     return float(row[f"{split}_top1"]) + float(row[f"{split}_top5"])
+
+
+def test_split(split: str) -> str:
+    """The test split that was evaluated with a split: test at the best epoch, or last_test."""
+    if split.startswith("last_"):
+        return "last_test"
+    return "test"
 
 
 @dataclass(frozen=True)
@@ -149,19 +176,22 @@ class Rule:
     finalists: int = 5
     seeds: tuple[int, ...] = tuple(range(101, 111))
 
-    def finalists_of(self, tried: Sequence[Tried], split: str) -> list[Tried]:
-        """The best trials by seed 0 and a split, the earlier of equals first."""
-        ranked = sorted(tried, key=lambda item: item.mean_score(TRIAL_SEEDS, split), reverse=True)
+    def finalists_of(self, tried: Sequence[Tried], split: str, ties: int = EARLIER) -> list[Tried]:
+        """The best trials by seed 0 and a split."""
+        ranked = sorted(tried, key=lambda item: item.order(TRIAL_SEEDS, split, ties), reverse=True)
         return ranked[: self.finalists]
 
-    def choose(self, tried: Sequence[Tried], split: str) -> Trial | None:
-        """The finalist with the best mean over the seeds; None if a finalist lacks one of them."""
-        finalists = self.finalists_of(tried, split)
+    def choose(self, tried: Sequence[Tried], split: str, ties: int = EARLIER) -> Trial | None:
+        """The finalist with the best mean over the seeds; None if a finalist lacks one of them.
+
+        ties: which of equals, see `Tried.order`.
+        """
+        finalists = self.finalists_of(tried, split, ties)
         if len(finalists) == 1:
             return finalists[0].trial
         if not finalists or not all(item.rows.keys() >= set(self.seeds) for item in finalists):
             return None
-        return max(finalists, key=lambda item: item.mean_score(self.seeds, split)).trial
+        return max(finalists, key=lambda item: item.order(self.seeds, split, ties)).trial
 
     @property
     def deciding_seeds(self) -> tuple[int, ...]:
@@ -399,7 +429,7 @@ class Tuned:
 
     def chosen(self, candidate: Candidate, known: Known, split: str) -> Trial | None:
         """What validation chose of a candidate; None as long as its trials or its finalists have not run."""
-        return self.rule_of(known).choose(self.tried(candidate, known), split)
+        return self.rule_of(known).choose(self.tried(candidate, known), split, candidate.ties)
 
     def trials_are_done(self, known: Known) -> bool:
         for candidate in self.space:
@@ -414,7 +444,7 @@ class Tuned:
         tried = self.tried(candidate, known)
         found: dict[Trial, None] = {}
         for split in self.finals.choices.values():
-            finalists = self.finals.rule.finalists_of(tried, split)
+            finalists = self.finals.rule.finalists_of(tried, split, candidate.ties)
             if len(finalists) > 1:
                 found |= dict.fromkeys(item.trial for item in finalists)
         return list(found)

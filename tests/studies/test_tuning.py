@@ -13,6 +13,7 @@ from studies import few_labels, from_scratch, heads, noise, tiny_imagenet
 from studies.catalog import DESIGNS, LISTED, STUDIES, study_of
 from studies.runs import RunIndex, expected_runs, parse_flags
 from studies.tuning import (
+    EARLIER,
     ONE_SEED,
     TRIAL_SEEDS,
     Candidate,
@@ -34,7 +35,7 @@ SCRIPT = "experiments/finetune_imagenet.py"
 
 def row_of(run: dict, number: int, embeddings: str = "own") -> dict[str, object]:
     """A row of a run, as a file has it; later rows are better."""
-    accuracy = {"valid_top1": number / 1000, "valid_top5": 0.5}
+    accuracy = {"valid_top1": number / 1000, "valid_top5": 0.5, "test_top1": 0.5, "test_top5": 0.5}
     settings = {name: value for name, value in run.items() if name not in ("results", "data_path")}
     return {"run_id": f"run{number}", "order_seed": "", "embeddings": embeddings} | settings | accuracy
 
@@ -145,6 +146,39 @@ def test_the_mean_of_the_finalists_chooses(study, accuracies, rule, expected):
     write_accuracies(study, trials, accuracies)
     chosen = rule.choose(study.known().tried(trials), "valid")
     assert chosen == (None if expected is None else trials[expected])
+
+
+@pytest.mark.parametrize(("place", "better"), [(0, True), (1, False)], ids=["baseline", "other loss"])
+@pytest.mark.parametrize("rule", [ONE_SEED, Rule(3, (101,))], ids=["one seed", "finalists"])
+@pytest.mark.parametrize("split", ["valid", "last_valid", "last_clean"])
+def test_of_trials_that_tie_a_baseline_gets_the_better_in_test_and_another_loss_the_earlier(
+    study, place, better, rule, split
+):
+    """The sums of the second and of the third trial differ in their last bit."""
+    test = "test" if split == "valid" else "last_test"
+    trials = study.rounds[0].of(study.space[place], study.known())[:4]
+    write_accuracies(study, trials, [{0: 0.0, 101: 0.0}] * 4)
+    parts = [(0.2, 0.2), (0.1 + 0.2, 0.6), (0.3, 0.6), (0.3, 0.3)]
+    rows = read_rows(study.trials_file)
+    for number, row in enumerate(rows):
+        top1, top5 = parts[number // 2]
+        row |= {f"{split}_top1": repr(top1), f"{split}_top5": repr(top5)}
+        row |= {f"{test}_top1": str(number // 2 / 10), f"{test}_top5": "0.5"}
+    write_rows(study.trials_file, rows)
+    assert sum(parts[1]) != sum(parts[2])
+    chosen = rule.choose(study.known().tried(trials), split, study.space[place].ties)
+    assert chosen == trials[2 if better else 1]
+
+
+def test_cross_entropy_is_the_baseline_of_every_study():
+    """No other loss gets the better in test of trials that tie."""
+    studies = [noise.noise("human"), few_labels.few_labels("labels_5_draw0"), heads.heads("a.pt", methods=heads.KNOWN)]
+    studies += [tiny_imagenet.tiny_imagenet(), tiny_imagenet.tiny_imagenet_equal(), from_scratch.noise_scratch("a.pt")]
+    for item in studies:
+        baselines = [candidate.flags for candidate in item.space if candidate.ties]
+        assert baselines
+        assert all("--method softmax_cross_entropy" in flags for flags in baselines)
+        assert sum("--method softmax_cross_entropy" in candidate.flags for candidate in item.space) == len(baselines)
 
 
 def finalists_of(study: Tuned) -> list[tuple[Trial, str]]:
@@ -268,7 +302,8 @@ def test_one_by_one_has_a_command_for_each_seed_of_each_trial():
 
 @pytest.mark.parametrize("labels", noise.LABELS)
 def test_the_trials_of_a_kind_of_labels_are_the_repositorys_and_so_are_its_finals(labels):
-    """Every trial has its row, validation chooses what ran, and no other run is in the files."""
+    """Every trial has its row, validation chooses what ran, and no other run is in the files but an earlier trial of
+    cross-entropy that ties."""
     study = noise.noise(labels)
     known = study.known(REPOSITORY / "noise" / f"{labels}_trials.csv")
     chosen = set()
@@ -277,6 +312,7 @@ def test_the_trials_of_a_kind_of_labels_are_the_repositorys_and_so_are_its_final
         trials += study.trials_of(candidate, known)
         for split in noise.CHOICES.values():
             chosen.add(study.chosen(candidate, known, split))
+            chosen.add(study.rule_of(known).choose(study.tried(candidate, known), split, EARLIER))
     assert len(trials) == len(known.rows) == 30 * len(study.space)
     assert known.are_done(trials)
     finals = Known(REPOSITORY / "noise" / f"{labels}.csv", study.finals.commands.flags)
