@@ -437,3 +437,15 @@ def test_the_numbers_in_the_words_of_the_readme():
     assert "Labels by people cost cross-entropy 9 to 10 points" in text
     assert min(lost) > 9
     assert max(lost) < 10
+
+
+def test_the_first_code_of_the_readme_has_the_setting_of_its_row():
+    text = (ROOT / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"TopKCrossEntropyLoss\((.*)\)\n", text)
+    (answer,) = (answer for answer in front_door.ANSWERS if "the code above" in answer.start_with)
+    (comparison,) = (line for line in findings.COMPARISONS if line.key == answer.key)
+    (row,) = findings.loss_runs(comparison)[["method", "p_k", "m", "inverse_temperature"]].drop_duplicates().to_numpy()
+    method, p_k, m, beta = row
+    assert (method, p_k) == (SPLITTER, HALF)
+    beta = f"{float(beta):.1f}"
+    assert shown == f'"{method}", p_k={{1: 0.5, 5: 0.5}}, m={m:g}, inverse_temperature={beta}'
