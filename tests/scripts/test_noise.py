@@ -13,7 +13,7 @@ from data.embeddings import load_embeddings, split_rows
 from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import OWN_SETTINGS, cell
 from experiments.finetune_imagenet import parse_arguments
-from reporting.noise import noise_answer, noise_table
+from reporting.noise import kept_by_holm, noise_answer, noise_table
 from scripts import relabel, study
 from studies import noise
 from studies.runs import parse_flags
@@ -239,6 +239,7 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
         kept[p] = bool(alive)
     assert {True, False} == set(kept.values())
     assert kept != passes  # one that would pass comes after one that does not
+    assert sum(kept_by_holm(folder).values()) == sum(kept[p] for p in p_values)
     assert cells[3:] == [text.replace("-", "−") + "\\*" * kept[p] for text, p in expected]
     assert "36 differences" in lines[0]
 
