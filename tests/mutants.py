@@ -68,6 +68,13 @@ def status_of(tree: Path, tests: tuple[str, ...], planted: str = "") -> int:
         return 1
 
 
+def commit(tree: Path) -> None:
+    """Commit all files of a tree: rows name a commit, and say where files were changed."""
+    author = ("-c", "user.name=mutants", "-c", "user.email=mutants@localhost")
+    subprocess.run(["git", "add", "--all"], cwd=tree, check=True)
+    subprocess.run(["git", *author, "commit", "--quiet", "--message", "Planted or not"], cwd=tree, check=True)
+
+
 def outcome_of(fault: Fault, tree: Path) -> str:
     """Plant the fault in a copy of the tree, run its tests, and take the fault out again."""
     if is_stale(fault):
@@ -77,8 +84,10 @@ def outcome_of(fault: Fault, tree: Path) -> str:
     path = tree / fault.path
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    commit(tree)
     status = status_of(tree, fault.tests, fault.name)
     path.write_text(text, encoding="utf-8")
+    commit(tree)
     return "killed" if status else "survived"
 
 
@@ -91,6 +100,8 @@ def main(names: list[str]) -> int:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
         (tree / ".venv").symlink_to(ROOT / ".venv")  # of the scripts in scripts/
+        subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+        commit(tree)
         for fault in map(faults.get, names or faults):
             started = time.perf_counter()
             outcome = outcome_of(fault, tree)
