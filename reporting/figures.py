@@ -25,7 +25,7 @@ from experiments.common import settings
 from experiments.common.files import replace_file
 from reporting import beam_search, draws, epochs, findings, markdown, noise, tables, temperatures
 from reporting.compare import half_width, interval
-from reporting.frames import CONFIGURATION, METRICS, read_runs
+from reporting.frames import CONFIGURATION, LAST_VALID, METRICS, read_runs
 from reporting.speed import BENCHMARKS
 from studies.few_labels import FEW_LABELS
 from topk_losses import METHODS
@@ -62,6 +62,7 @@ def method_styles() -> dict[str, dict[str, str]]:
 
 STYLE = method_styles()
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
+ACCURACIES |= {metric: f"{label} (%)" for metric, label in LAST_VALID.items()}
 ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
 
 
@@ -213,7 +214,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     for metric in table.metrics:
         frame[f"{metric}_half"] = halves(frame[f"{metric}_std"], frame["n_seeds"])
         panels.append(Panel(ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
-    frame = frame.dropna(subset=[f"{next(iter(table.metrics))}_mean"])
+    frame = frame.dropna(subset=[f"{metric}_mean" for metric in table.metrics], how="all")
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
     frame.index = line_labels(shown, named)
