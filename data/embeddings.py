@@ -175,8 +175,7 @@ def load_embeddings(path: Path) -> Embeddings:
                 "are of different sets of classes"
             )
         splits[name] = Split(rows, labels)
-    if "clean" in splits and len(splits["clean"]) != len(splits.get("valid", ())):
-        raise ValueError(f"clean in {path} must have the rows of valid, with their correct labels")
+    check_splits(path, splits, has_all_classes="num_classes" not in info)
     return Embeddings(path, splits, num_classes, info, stamp)
 
 
@@ -221,6 +220,23 @@ def check_split(where: str, rows: Tensor, labels: Tensor, dim: torch.Size) -> No
             f"least 0 as labels; it has {rows.dtype} {tuple(rows.shape)}, and labels {labels.dtype} "
             f"{tuple(labels.shape)}"
         )
+
+
+def check_splits(path: Path, splits: Mapping[str, Split], has_all_classes: bool) -> None:
+    """Raise ValueError for splits that do not fit each other.
+
+    Args:
+        has_all_classes: whether the labels of train name all classes. If they begin at 1, no split has a class 0 then.
+    """
+    if "clean" in splits and len(splits["clean"]) != len(splits.get("valid", ())):
+        raise ValueError(f"clean in {path} must have the rows of valid, with their correct labels")
+    smallest = int(splits["train"].labels.min())
+    for name, split in splits.items():
+        if has_all_classes and int(split.labels.min()) == 0 < smallest:
+            raise ValueError(
+                f"{name} in {path} has the class 0, and the labels of train begin at {smallest}: all splits must count "
+                'the classes from 0. If train lacks classes, add "info": {"num_classes": N} to the file'
+            )
 
 
 def check_rows(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:

@@ -1,11 +1,16 @@
 """Reading torch files: tensors and plain containers, no code, and a sentence for a file that is none."""
 
 import mmap
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+NPY_MAGIC = b"\x93NUMPY"  # how a .npy file begins
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+UNSUPPORTED = re.compile(r"GLOBAL (\S+)")  # the name that PyTorch's message says it does not read
 
 
 def load_torch_file(path: Path, holds: str, *, mapped: bool = False, checked: bool = False, advice: str = "") -> Any:
@@ -32,6 +37,11 @@ def load_torch_file(path: Path, holds: str, *, mapped: bool = False, checked: bo
             with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # a damaged file raises one of a dozen types
+        if holds_arrays(path, error):
+            raise ValueError(
+                f"{path} holds NumPy arrays, and must be {holds}: wrap each array in torch.tensor, and write the file "
+                "by torch.save"
+            ) from None
         raise ValueError(f"{path} is not {holds}, or is damaged ({reason(error)}){advice}") from None
 
 
@@ -43,6 +53,27 @@ def check_sums(path: Path) -> None:
         raise ValueError(f"{damaged} is not what its checksum says")
 
 
+def holds_arrays(path: Path, error: Exception) -> bool:
+    """Whether a file that PyTorch refused with an error is one of NumPy, or has its arrays."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
+            return True
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as parts:
+            if any(name.endswith(".npy") for name in parts.namelist()):
+                return True
+    named = UNSUPPORTED.search(str(error))
+    return named is not None and named[1].startswith("numpy.")
+
+
 def reason(error: Exception) -> str:
-    """The type and the message of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """The type and the message of an error, in one line without escape codes."""
+    message = " ".join(ESCAPE.sub("", str(error)).split())
+    named = UNSUPPORTED.search(message)
+    if named is not None:
+        message = f"it holds {named[1]}, which is no tensor"
+    elif message.startswith("Weights only load failed"):
+        message = "it is no file of torch.save"
+    return f"{type(error).__name__}: {message[:300]}"

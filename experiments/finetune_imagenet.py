@@ -121,7 +121,8 @@ def add_noise_flags(parser: argparse.ArgumentParser) -> None:
         "--noise_matrix",
         type=flags.path,
         metavar="FILE",
-        help="matrix T of forward_correction, a torch file that scripts/relabel.py writes (default: by --noise_rate)",
+        help="matrix T of forward_correction, a tensor (classes, classes) saved by torch.save, of which row j has the "
+        "shares of the labels of class j (default: by --noise_rate)",
     )
 
 

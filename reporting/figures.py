@@ -25,7 +25,7 @@ from experiments.common import settings
 from experiments.common.files import replace_file
 from reporting import beam_search, draws, epochs, findings, markdown, noise, tables, temperatures
 from reporting.compare import half_width, interval
-from reporting.frames import CONFIGURATION, METRICS, read_runs
+from reporting.frames import CONFIGURATION, LAST_VALID, METRICS, read_runs
 from reporting.speed import BENCHMARKS
 from studies.few_labels import FEW_LABELS
 from topk_losses import METHODS
@@ -33,6 +33,7 @@ from topk_losses import METHODS
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
 NARROW = 5.2  # inches of a figure that can be read on a telephone, too
 WIDEST = 35  # points of accuracy that a panel shows
+LEAST_GAIN = -1.0  # points of difference at which the axis of the figures of wrong labels is cut
 SHOWN = (-3.4, 3.6)  # points of difference in the figure of findings
 BETTER_LEFT = "←"
 BETTER_RIGHT = "→"
@@ -62,6 +63,7 @@ def method_styles() -> dict[str, dict[str, str]]:
 
 STYLE = method_styles()
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
+ACCURACIES |= {metric: f"{label} (%)" for metric, label in LAST_VALID.items()}
 ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
 
 
@@ -121,12 +123,21 @@ def halves(stds: pd.Series, counts: pd.Series) -> pd.Series:
 
 
 class Panel(NamedTuple):
-    """A panel of dots: its title, and the columns of the value, of half its interval, and of what is drawn hollow."""
+    """A panel of dots: its title, and the columns of the value, of half its interval, and of what is drawn hollow.
+
+    Attributes:
+        least: where the axis is cut; None: far below the best accuracy.
+        digits: of a value that is written at the edge.
+        hollow_text: what is written there of one that is drawn hollow.
+    """
 
     title: str
     value: str
     half: str
     hollow: str
+    least: float | None = None
+    digits: int = 0
+    hollow_text: str = "{} published"
 
 
 def wrapped(label: str) -> str:
@@ -138,7 +149,7 @@ def wrapped(label: str) -> str:
 def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
     """Draw a row per line of the frame, whose index has the labels and whose column method the looks.
 
-    An accuracy far below the best is written at the edge.
+    A value below the edge, such as an accuracy far below the best, is written there, and the axis says that it is cut.
     """
     labels = [wrapped(str(label)) for label in frame.index]
     height = 1 + 0.19 * sum(1 + 0.7 * label.count("\n") for label in labels)
@@ -147,7 +158,7 @@ def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
         values = frame.reindex(columns=[panel.value, panel.hollow]).stack()
         least = -math.inf
         if panel.half:
-            least = values.max() - WIDEST
+            least = panel.least or values.max() - WIDEST
         for place, row in enumerate(frame.to_dict("records")):
             draw_dot(axis, place, row, panel, least)
         scale = "log"
@@ -169,12 +180,13 @@ def draw_dot(axis: Axes, place: int, row: dict, panel: Panel, least: float) -> N
     style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
     outside = []
     if row.get(panel.value, math.nan) < least:
-        outside.append(f"{row[panel.value]:.0f}")
+        outside.append(markdown.fixed(row[panel.value], panel.digits).replace("-", markdown.MINUS))
     elif panel.value in row:
         half = row.get(panel.half)
         axis.errorbar(row[panel.value], place, xerr=half, capsize=2, markerfacecolor=style["color"], **style)
     if row.get(panel.hollow, math.nan) < least:
-        outside.append(f"{row[panel.hollow]:.0f} published")
+        hollow = markdown.fixed(row[panel.hollow], panel.digits).replace("-", markdown.MINUS)
+        outside.append(panel.hollow_text.format(hollow))
     elif panel.hollow in row:
         axis.errorbar(row[panel.hollow], place, xerr=None, capsize=2, markerfacecolor="none", **style)
     text = ""
@@ -213,7 +225,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     for metric in table.metrics:
         frame[f"{metric}_half"] = halves(frame[f"{metric}_std"], frame["n_seeds"])
         panels.append(Panel(ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
-    frame = frame.dropna(subset=[f"{next(iter(table.metrics))}_mean"])
+    frame = frame.dropna(subset=[f"{metric}_mean" for metric in table.metrics], how="all")
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
     frame.index = line_labels(shown, named)
@@ -309,7 +321,8 @@ def draw_noise(results: Path, folder: Path) -> list[Path]:
     """Draw, for each kind of labels, each loss minus cross-entropy; hollow: as clean validation chooses."""
     panels = []
     for metric, name in METRICS.items():
-        panels.append(Panel(f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}"))
+        title = f"Δ {name} (points)"
+        panels.append(Panel(title, metric, f"{metric}_half", f"clean_{metric}", LEAST_GAIN, 1, "({})"))
     drawn = []
     for labels, study in noise.results_of(results).items():
         rows = {}
@@ -319,7 +332,10 @@ def draw_noise(results: Path, folder: Path) -> list[Path]:
         figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
         for axis in figure.axes:
             axis.axvline(0, color="black", linewidth=0.8)
-            axis.set_xlabel(f"better {BETTER_RIGHT}")
+            cut = ""
+            if axis.get_xlim()[0] == LEAST_GAIN:
+                cut = f"◂ cut at {markdown.signed(LEAST_GAIN, 0)}      "
+            axis.set_xlabel(f"{cut}better {BETTER_RIGHT}")
         drawn += save(figure, folder, f"noise_{labels}")
     return drawn
 

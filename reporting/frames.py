@@ -15,6 +15,7 @@ from experiments.common.rows import read_rows
 
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 VALID = ["valid_top1", "valid_top5"]
+LAST_VALID = {name: name for name in ("last_valid_top1", "last_valid_top5")}  # of runs without a test split
 IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]  # settings on which names of runs depend
 SEEDS = ("seed", "order_seed")
 CONFIGURATION = [name for name in IDENTITY if name not in SEEDS]
@@ -47,6 +48,19 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     for condition in where:
         cells = that_meet(path, cells, condition)
     return typed_frame(cells.reset_index(drop=True), path)
+
+
+def is_untested(runs: pd.DataFrame) -> pd.Series:
+    """Whether each run has no test accuracy, as its data have no test split."""
+    return runs.reindex(columns=list(METRICS)).isna().all(axis=1)
+
+
+def accuracies_of(runs: pd.DataFrame) -> dict[str, str]:
+    """The columns of test accuracies and what tables call them, and those of validation where runs have no test."""
+    found = {metric: label for metric, label in METRICS.items() if metric in runs and runs[metric].notna().any()}
+    if is_untested(runs).any():
+        found |= {metric: label for metric, label in LAST_VALID.items() if metric in runs}
+    return found
 
 
 def that_meet(path: Path, cells: pd.DataFrame, condition: str) -> pd.DataFrame:

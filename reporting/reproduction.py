@@ -96,7 +96,7 @@ def report_runs(
     name: str, repository: pd.DataFrame, yours: pd.DataFrame, study: Study | None, with_commands: bool
 ) -> str:
     """The report of runs that are listed before any has run."""
-    metrics = METRICS
+    metrics = None
     if "arm" in repository or "arm" in yours:
         metrics = beam_search.RATES
         repository = in_percent(repository)

@@ -28,8 +28,10 @@ from reporting.compare import (
     spread,
 )
 from reporting.frames import (
+    LAST_VALID,
     METRICS,
     VALID,
+    accuracies_of,
     experiment,
     identity_of,
     lines_of,
@@ -53,6 +55,9 @@ UNPUBLISHED = (
 DATA = ("dataset", "num_classes")  # what makes a published table comparable at all
 OBJECTS = ("_yours", "_verdict", "_from_published")  # ends of the names of columns that hold no plain numbers
 STD_NOTE = "± standard deviation over seeds"
+TESTED = "Test accuracy in percent at the best validation epoch, {std}."
+UNTESTED = "Validation accuracy in percent at the last epoch, {std}: no run has a test split."
+PARTLY = "{names}: validation accuracy at the last epoch, where runs have no test split."
 
 
 @dataclass
@@ -220,7 +225,7 @@ def beside_published(
     repository: pd.DataFrame,
     yours: pd.DataFrame | None = None,
     table: str = "",
-    metrics: Mapping[str, str] = METRICS,
+    metrics: Mapping[str, str] | None = None,
     similar: pd.DataFrame | None = None,
 ) -> Table:
     """Every configuration beside the published row of its method and P_K; a published row without runs is not run.
@@ -231,12 +236,15 @@ def beside_published(
         name: of the results file, without its ending.
         yours: your runs; without them there are no verdicts.
         table: of results/paper/, or "".
-        metrics: columns of percentages, with what tables call them.
+        metrics: columns of percentages, with what tables call them (default: the accuracies that the runs have).
         similar: runs of the same data and schedule, whose spread serves where the repository has one seed of each run.
     """
     if yours is None:
         yours = repository.iloc[:0]
-    metrics = {metric: label for metric, label in metrics.items() if metric in repository or metric in yours}
+    both = pd.concat([repository, yours])
+    if metrics is None:
+        metrics = accuracies_of(both)
+    metrics = {metric: label for metric, label in metrics.items() if metric in both}
     found = configurations(repository, yours)
     names, shared = columns_of_settings(found)
     if all(other_data(item.first, read_protocol(table)) for item in found):
@@ -252,11 +260,11 @@ def beside_published(
         add_verdicts(records, metrics, similar)
         add_published_differences(records, metrics, protocol)
     digits = {metric: digits_of(metric, rows) for metric in metrics}
-    caption = f"Test accuracy in percent at the best validation epoch, {STD_NOTE}."
+    caption = accuracy_caption(metrics)
     if protocol:
         caption = f"{protocol['title']}. {caption}"
     published = about_published(rows, protocol)
-    source = f"{markdown.origin(name, pd.concat([repository, yours]), shared)} {published}".strip()
+    source = f"{markdown.origin(name, both, shared)} {published}".strip()
     lines = pd.DataFrame(records).reindex(columns=all_columns(names, metrics))
     seeds = protocol.get("n_seeds", "")
     return Table(name, lines, names, metrics, caption, source, digits, has_yours, published, seeds)
@@ -388,6 +396,17 @@ def digits_of(metric: str, rows: Sequence[Mapping[str, str]]) -> int:
     return max(published, default=2)
 
 
+def accuracy_caption(metrics: Mapping[str, str]) -> str:
+    """What the accuracies of a table are."""
+    last = [metric for metric in metrics if metric in LAST_VALID]
+    if last and len(last) == len(metrics):
+        return UNTESTED.format(std=STD_NOTE)
+    caption = TESTED.format(std=STD_NOTE)
+    if last:
+        caption += f" {PARTLY.format(names=', '.join(last))}"
+    return caption
+
+
 def about_published(rows: Sequence[Mapping[str, str]], protocol: Mapping[str, str]) -> str:
     """Whose the published values are, where they were read, and what their marks mean; "" without any."""
     known = [row for row in rows if any(row.get(metric) for metric in METRICS)]
@@ -413,7 +432,7 @@ def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
     Raises:
         ValueError: there is no run of the method.
     """
-    metrics = {metric: label for metric, label in METRICS.items() if metric in runs}
+    metrics = accuracies_of(runs)
     valid = VALID[: len(metrics)]  # a nearest-neighbour classifier has top-1 only
     found = configurations(runs.assign(valid=runs[valid].mean(axis=1)), runs.iloc[:0])
     found.sort(key=lambda item: (experiment(item.runs), -item.runs["valid"].mean()))
@@ -429,7 +448,7 @@ def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
         lines = lines.drop(columns="pairs")
     validation = {1: "top-1"}.get(len(valid), "mean of top-1 and top-5")
     caption = (
-        f"Test accuracy in percent at the best validation epoch, {STD_NOTE}. Validation: {validation}. "
+        f"{accuracy_caption(metrics)} Validation: {validation}. "
         f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
     )
     return Table(name, lines, names, metrics, caption, markdown.origin(name, runs, shared))

@@ -25,7 +25,7 @@ from experiments.common import door
 from experiments.common.files import replace_file
 from experiments.common.paths import PAPER
 from reporting import beam_search, epochs, reproduction, tables, temperatures
-from reporting.frames import read_runs, read_text
+from reporting.frames import is_untested, read_runs, read_text
 
 
 class Report(NamedTuple):
@@ -79,6 +79,8 @@ def report(args: argparse.Namespace) -> Report:
     if "arm" in runs:
         return Report(beam_search.as_markdown(path.stem, runs), [])
     if args.temperatures:
+        if is_untested(runs).all():
+            raise ValueError(f"--temperatures shows test accuracies, and no run of {path} has a test split")
         return Report(temperatures.as_markdown(path.stem, runs), drawn_temperatures(args, runs))
     if args.paired:
         table = tables.gains(path.stem, runs, args.paired)

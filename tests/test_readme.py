@@ -4,12 +4,17 @@ Blocks that need a package of docs/requirements.txt are skipped where it is abse
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
+from experiments import finetune_imagenet
+from scripts import report
 from scripts.pages import PART
 from topk_losses import METHODS, __all__
 
@@ -66,6 +71,9 @@ LAST = [block for block in BLOCKS if block not in {block.before for block in BLO
 def nothing_stays(tmp_path, monkeypatch):
     """What a snippet writes, it writes elsewhere; a method that it registers is gone afterwards."""
     monkeypatch.chdir(tmp_path)
+    digits = load_digits()
+    np.save("X.npy", digits.data)  # the arrays that the guide on wrong labels asks its reader for
+    np.save("y.npy", np.array([*"abcdefghij"])[digits.target])
     torch.manual_seed(0)
     before = {*METHODS}
     yield
@@ -110,6 +118,22 @@ def test_the_tutorial_ends_as_its_text_says():
     assert min(cross_entropy, both) > alone + 5  # points of top-1
     assert cross_entropy > both - 1
     assert Path("top_k_accuracy.svg").stat().st_size > 5000
+
+
+def test_the_guide_goes_from_two_arrays_to_a_table(capsys):
+    guide = ROOT / "docs/guides/wrong-labels.md"
+    after([block for block in BLOCKS if block.page == guide][-1])
+    (commands,) = re.findall(r"^```shell\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    train, show = (shlex.split(command) for command in commands.replace("\\\n", "").splitlines())
+    assert train[:2] == ["python", "experiments/finetune_imagenet.py"]
+    assert finetune_imagenet.main([*train[2:], "--n_epochs", "2", "--device", "cpu", "--threads", "1"]) == 0
+    capsys.readouterr()
+    assert show[:2] == ["python", "scripts/report.py"]
+    assert report.main(show[2:]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Validation accuracy in percent at the last epoch")
+    assert re.findall(r"^\| (\w+) .* 3 \|", shown, re.MULTILINE).count("generalized_cross_entropy") == 2
+    assert "10x64-" in shown  # ten classes, whose names became the numbers from 0
 
 
 def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_batch(tmp_path):

@@ -21,15 +21,23 @@ TOLERANCE_OF_LABELS = 2e-2  # half-precision labels sum to 1 within that
 SHOWN = 20  # numbers of a tensor that a message shows
 
 
-def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Return `name` if it is one of `choices`; else raise ValueError, naming the nearest choice."""
+def nearest_choice(name: str, choices: Sequence[str], cutoff: float, abbreviations: Mapping[str, str]) -> str:
+    """Return the choice that a name abbreviates, else the one that is spelled most like it; "" if none is alike."""
+    meant = abbreviations.get(name.lower(), "")
+    if meant in choices:
+        return meant
+    return "".join(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff))
+
+
+def check_choice(kind: str, name: str, choices: Iterable[str], abbreviations: Mapping[str, str] | None = None) -> str:
+    """Return `name` if it is one of `choices`; else raise ValueError, naming the choice that may be meant."""
     choices = tuple(choices)
     if name in choices:
         return name
-    nearest = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.4)
+    nearest = nearest_choice(str(name), choices, 0.4, abbreviations or {})
     hint = "."
     if nearest:
-        hint = f"; did you mean {nearest[0]!r}?"
+        hint = f"; did you mean {nearest!r}?"
     raise ValueError(f"unknown {kind} {name!r}{hint} Choose one of: {', '.join(choices)}")
 
 

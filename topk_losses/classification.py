@@ -1,5 +1,6 @@
 """What every loss shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights and reductions."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
@@ -97,6 +98,13 @@ def most_labels_in_a_row(target_probabilities: Tensor) -> int:
     return int(target_probabilities.count_nonzero(dim=1).max())
 
 
+def own_settings(loss: "type[ClassificationLoss]") -> list[str]:
+    """Return the names of the arguments that a loss has besides those of all losses, in their order."""
+    parameters = inspect.signature(loss).parameters.values()
+    named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    return [name for name in named if name not in CommonSettings.__annotations__]
+
+
 class ClassificationLoss(nn.Module):
     """Base class of the losses, with the interface of torch.nn.CrossEntropyLoss.
 
@@ -139,8 +147,14 @@ class ClassificationLoss(nn.Module):
         soft_labels: str = "expected",
         ignore_index: SupportsIndex = -100,
         reduction: str = "mean",
+        **unknown: object,
     ) -> None:
         super().__init__()
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} does not take {', '.join(unknown)}; its own settings: "
+                f"{', '.join(own_settings(type(self))) or 'none'}. make_loss(NAME, ...) builds each loss by its name"
+            )
         self.num_classes = checks.check_several("num_classes", num_classes)
         self.label_smoothing = checks.check_fraction("label_smoothing", label_smoothing)
         self.soft_labels = checks.check_choice("soft_labels", soft_labels, ("expected", "any"))

@@ -54,6 +54,8 @@ def make_loss(
     loss = METHODS[method].loss
     if loss is not None:
         if inverse_temperature is not None:
+            if loss.temperature_name in given:
+                raise ValueError(f"{method} takes its {loss.temperature_name} as inverse_temperature: give one of them")
             given[loss.temperature_name] = resolve_inverse_temperature(METHODS[method], inverse_temperature)
         return make_loss_without_operator(method, loss, p_k, check_several("num_classes", num_classes), given)
     if p_k is not None:

@@ -117,6 +117,15 @@ SINGLE_K = tuple(name for name, method in METHODS.items() if method.takes == "on
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.takes == "any")
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}
+# What papers call a method, for the message about an unknown name.
+ABBREVIATIONS = {
+    "ce": "softmax_cross_entropy",
+    "gce": "generalized_cross_entropy",
+    "sce": "symmetric_cross_entropy",
+    "nce": "nce_rce",
+    "phuber": "phuber_cross_entropy",
+    "forward": "forward_correction",
+}
 
 
 def register_operator(name: str, operator: TopKOperator, family: str = "own") -> None:
@@ -196,7 +205,7 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
     method = ALIASES.get(method, method)
     if method not in METHODS:
         register_entry_points()
-    method = check_choice("method", method, METHODS)
+    method = check_choice("method", method, METHODS, ABBREVIATIONS)
     if relaxed and METHODS[method].operator is None:
         names = [name for name, other in METHODS.items() if other.operator is not None]
         raise ValueError(

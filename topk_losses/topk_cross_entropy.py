@@ -68,8 +68,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         noise_rate: float = 0.0,
         **common: Unpack[CommonSettings],
     ) -> None:
+        relaxation = find_operator(method)  # first: the settings of another loss are refused with its name
         super().__init__(**common)
-        self.operator = find_operator(method)
+        self.operator = relaxation
         self.m = checks.check_several("m", m)
         self.inverse_temperature: Temperature = make_temperature(
             inverse_temperature, self.operator.default_inverse_temperature, self.operator.logit_std

@@ -1,7 +1,6 @@
 """Command-line flags that several scripts have: each function adds a group of them to an ArgumentParser."""
 
 import argparse
-import difflib
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
@@ -10,7 +9,8 @@ from typing import Any
 
 from experiments.common.paths import PAPER, REPOSITORY, RESULTS, ROOT
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
-from topk_losses.methods import register_entry_points
+from topk_losses.checks import nearest_choice
+from topk_losses.methods import ABBREVIATIONS, register_entry_points
 
 
 def make_parser(docstring: str | None) -> ArgumentParser:
@@ -86,7 +86,7 @@ def method_among(names: Iterable[str]) -> Callable[[str], str]:
     def method(text: str) -> str:
         name = ALIASES.get(text, text)
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            nearest = nearest_choice(name, known, 0, ABBREVIATIONS)
             raise ArgumentTypeError(f"no method {text!r} here; did you mean {nearest}? All: {', '.join(known)}")
         return name
 

@@ -9,6 +9,7 @@
 Its settings are those with the role LOSS in settings.py.
 """
 
+import inspect
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,10 +21,20 @@ from torch import Tensor, nn
 
 from experiments.common import settings
 from experiments.common.operators import BoundOperator
-from topk_losses import METHODS, AutoTemperature, SortedSoftTopK, make_loss, make_operator, resolve_settings
+from topk_losses import (
+    METHODS,
+    AutoTemperature,
+    SortedSoftTopK,
+    TopKCrossEntropyLoss,
+    make_loss,
+    make_operator,
+    resolve_settings,
+)
 from topk_losses.checks import check_k
+from topk_losses.classification import CommonSettings, own_settings
 
 LOSS_SETTINGS = settings.with_role(settings.LOSS)
+FLAGS = {"T": "noise_matrix"}  # arguments of losses that a flag of another name gives
 OPERATOR_SETTINGS = ("inverse_temperature", "distribution", "art_lambda")
 
 
@@ -121,11 +132,30 @@ def build_loss(config: Mapping[str, Any], num_classes: int | None, device: torch
         arguments["inverse_temperature"] = schedule.start
     try:
         loss_fn = make_loss(**arguments, num_classes=num_classes)
-    except TypeError as error:  # an argument that the loss lacks
-        raise ValueError(f"{config['method']} does not take these flags: {error}") from None
+    except TypeError:
+        refuse_flags(config["method"], arguments)
+        raise
     if schedule.changes and not hasattr(loss_fn, "inverse_temperature"):
         raise ValueError(f"the temperature of {config['method']} is fixed: give one number")
     return loss_fn.to(device)
+
+
+def refuse_flags(method: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the flags that a method takes, for those of other methods."""
+    loss = METHODS[method].loss or TopKCrossEntropyLoss
+    own = own_settings(loss)
+    of_all = [*inspect.signature(make_loss).parameters, *CommonSettings.__annotations__]
+    wrong = [name for name in arguments if name not in own and name not in of_all]
+    if not wrong:
+        return
+    names = [item.name for item in LOSS_SETTINGS if item.name in own and item.name != "method"]
+    if loss.temperature_name in own:
+        names = ["inverse_temperature", *(name for name in names if name != loss.temperature_name)]
+    if "T" in own:
+        names.append(FLAGS["T"])
+    taken = [f"--{name}" for name in names]
+    refused = [f"--{FLAGS.get(name, name)}" for name in wrong]
+    raise ValueError(f"{method} does not take {', '.join(refused)}; it takes {', '.join(taken) or 'none of its own'}")
 
 
 def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> BoundOperator:

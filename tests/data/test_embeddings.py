@@ -3,8 +3,11 @@
 import json
 import mmap
 import os
+import pickle
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,6 +104,59 @@ def test_files_that_do_not_hold_what_they_must_are_refused(tmp_path, change, mes
     with pytest.raises((ValueError, OSError), match=message) as error:
         load_embeddings(tmp_path / "e.pt")
     assert str(tmp_path / "e.pt") in str(error.value)
+
+
+ARRAYS = {"train_embeddings": np.ones((5, 2), np.float32), "train_labels": np.arange(5)}
+WRITE_ARRAYS = {
+    "array": lambda path: np.save(path, ARRAYS["train_embeddings"]),
+    "array of objects": lambda path: np.save(path, np.array([{}], dtype=object)),
+    "arrays": lambda path: np.savez(path, **ARRAYS),
+    "compressed": lambda path: np.savez_compressed(path, **ARRAYS),
+    "dictionary": lambda path: torch.save(ARRAYS, path),
+    "one of two": lambda path: torch.save(ARRAYS | {"train_labels": torch.arange(5)}, path),
+    "old": lambda path: torch.save(ARRAYS, path, _use_new_zipfile_serialization=False),
+    "number": lambda path: torch.save({"train_labels": np.float64(3)}, path),
+}
+
+
+@pytest.mark.parametrize("kind", WRITE_ARRAYS)
+def test_arrays_of_numpy_are_refused_with_what_to_do(tmp_path, kind):
+    with (tmp_path / "e.pt").open("wb") as file:  # numpy would add an ending to the name
+        WRITE_ARRAYS[kind](file)
+    with pytest.raises(ValueError, match=r"e.pt holds NumPy arrays.*wrap each array in torch.tensor"):
+        load_embeddings(tmp_path / "e.pt")
+
+
+def write_tables_and_models(path):
+    yield path.write_text("a,b\n1,2\n")
+    yield path.write_text("{}")
+    yield path.write_bytes(b"")
+    yield path.write_bytes(pickle.dumps({"a": [1.0, "b"]}, protocol=2))
+    yield path.write_bytes(pickle.dumps(ARRAYS))
+    yield torch.save(torch.nn.Linear(2, 2), path)
+    yield torch.save({"train_embeddings": Path("rows")}, path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_no_message_has_escape_codes_or_advice_to_run_code(path):
+    for _ in write_tables_and_models(path):
+        with pytest.raises(ValueError, match=re.escape(str(path))) as error:
+            load_embeddings(path)
+        message = str(error.value)
+        assert message.isprintable()
+        assert "weights_only" not in message
+        assert len(message) < 300
+
+
+@pytest.mark.parametrize("name", ["test", "valid"])
+def test_labels_that_count_from_1_beside_others_that_count_from_0_are_refused(tmp_path, name):
+    parts = content()
+    parts |= {f"{name}_{kind}": parts[f"test_{kind}"] for kind in KINDS} | {"train_labels": parts["train_labels"] + 1}
+    torch.save(parts, tmp_path / "e.pt")
+    with pytest.raises(ValueError, match=f"{name} in .* has the class 0, and the labels of train begin at 1"):
+        load_embeddings(tmp_path / "e.pt")
+    torch.save(parts | {"info": {"num_classes": 8}}, tmp_path / "e.pt")
+    assert load_embeddings(tmp_path / "e.pt").num_classes == 8
 
 
 def write_other_things(path):

@@ -8,6 +8,9 @@ from experiments.common import flags
 from experiments.common.objective import Objective, build_loss, fill_in_loss
 from experiments.common.settings import OWN_SETTINGS, columns, identifying
 from tests.experiments.scripts import name_of
+from topk_losses import METHODS, TopKCrossEntropyLoss
+from topk_losses.classification import own_settings
+from topk_losses.methods import ABBREVIATIONS
 
 CPU = torch.device("cpu")
 
@@ -48,6 +51,26 @@ def test_settings_at_zero_are_the_loss_without():
 def test_forward_correction_of_no_noise_is_refused():
     with pytest.raises(ValueError, match="is softmax_cross_entropy: take that method"):
         fill_in_loss(parsed("--method", "forward_correction", "--noise_rate", "0"), "sm", {})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_flags_of_another_loss_are_refused_with_those_that_the_method_takes(method):
+    own = own_settings(METHODS[method].loss or TopKCrossEntropyLoss)
+    for name in {*OWN_SETTINGS, "T"} - {*own, "label_smoothing"}:  # which all losses take
+        config = columns(fill_in_loss(parsed("--method", method), "sm", {})) | {name: 0.5}
+        flag = {"T": "noise_matrix"}.get(name, name)
+        with pytest.raises(ValueError, match=f"^{method} does not take --{flag}; it takes ") as error:
+            build_loss(config, 5, CPU, **{name: 0.5})
+        taken = str(error.value).partition("it takes ")[2].replace("--noise_matrix", "--T")
+        for flag in taken.replace("none of its own", "").split(", "):
+            assert flag in ("", "--inverse_temperature") or flag.removeprefix("--") in own
+
+
+@pytest.mark.parametrize("short", ABBREVIATIONS)
+def test_the_name_of_papers_is_answered_with_the_name_here(short, capsys):
+    with pytest.raises(SystemExit):
+        parsed("--method", short)
+    assert f"no method {short!r} here; did you mean {ABBREVIATIONS[short]}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

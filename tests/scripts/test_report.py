@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import statistics
 
 import pandas as pd
 import pytest
@@ -18,7 +19,7 @@ from reporting.compare import paired
 from reporting.frames import read_runs, read_text
 from reporting.markdown import HEADINGS
 from scripts import report
-from tests.scripts.trained import EVEN, changed
+from tests.scripts.trained import EVEN, changed, rows_of
 
 RESULTS = REPOSITORY
 IDENTITY = [item.name for item in registry.identifying(registry.CIFAR)]
@@ -308,6 +309,34 @@ def test_a_run_without_its_accuracy_is_in_no_mean(made, two_seeds):
     assert (softmax["top-1 ours"], softmax["top-5 ours"]) == ("", "85.30 ± 0.42")
 
 
+@pytest.mark.parametrize("flags", [[], ["--paired", "softmax_cross_entropy"]])
+def test_runs_without_a_test_split_show_their_validation_at_the_last_epoch(trained, capsys, tmp_path, flags):
+    rows = [row for row in rows_of(trained / "untested.csv") if row["method"] == "generalized_cross_entropy"]
+    assert report.main([str(trained / "untested.csv"), *flags]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Validation accuracy in percent at the last epoch")
+    assert "no run has a test split" in text.splitlines()[0]
+    (line,) = cells(text, "generalized_cross_entropy")
+    for column in ("last_valid_top1", "last_valid_top5"):
+        values = [100 * float(row[column]) for row in rows]
+        assert line[column] == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def test_runs_with_and_without_a_test_split_stand_in_one_table(trained, made):
+    runs = [*rows_of(trained / "heads.csv"), *rows_of(trained / "untested.csv")]
+    _, text, _ = made(runs, name="own.csv")
+    assert text.startswith("Test accuracy")
+    assert "last_valid_top1, last_valid_top5: validation accuracy at the last epoch" in text.splitlines()[0]
+    lines = cells(text, "generalized_cross_entropy")
+    assert sorted(line["top-1"] == "" for line in lines) == [False, True]
+    assert all(line["last_valid_top1"] for line in lines)
+
+
+def test_inverse_temperatures_are_compared_by_test_accuracy(trained):
+    with pytest.raises(ValueError, match=r"--temperatures shows test accuracies, and no run of .* has a test split"):
+        report.main([str(trained / "untested.csv"), "--temperatures"])
+
+
 def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe.csv")
@@ -422,7 +451,7 @@ def test_of_beam_search_differences_are_taken_within_a_seed_and_a_setting(made, 
     assert [(row["WER beam 4"], row["pairs"]) for row in gains] == [("+2.00 ± 12.71", "2"), ("", "0")]
 
 
-@pytest.mark.parametrize("name", ["cifar", "knn", "beam", "heads", "temperature", "trials", "noise/human"])
+@pytest.mark.parametrize("name", ["cifar", "knn", "beam", "heads", "untested", "temperature", "trials", "noise/human"])
 def test_every_file_that_a_script_writes_has_a_table(trained, capsys, name):
     file = trained / f"{name}.csv"
     assert report.main([str(file)]) == 0

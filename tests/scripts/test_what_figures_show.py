@@ -1,12 +1,17 @@
 """What stands in the figures, read from the figure as it is saved: the right numbers in the right panel."""
 
+import re
+import shutil
+
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from scipy import stats
 
+from experiments.common.paths import REPOSITORY, ROOT
 from experiments.common.settings import OWN_SETTINGS
-from reporting import figures, findings
+from reporting import figures, findings, front_door, noise
+from reporting.frames import METRICS
 from scripts import epochs, report
 from tests.scripts.trained import changed, rows_of
 from topk_losses import METHODS
@@ -68,6 +73,34 @@ def test_times_of_the_official_package_are_hollow_and_in_the_panel_of_their_size
         assert ours == pytest.approx([of_size.ms[method] for method in METHODS if method in of_size.index])
         times = of_size.official_ms.dropna()
         assert official == pytest.approx([times[method] for method in METHODS if method in times.index])
+
+
+def test_the_runs_of_the_first_figure_end_at_the_epochs_that_its_caption_names(tmp_path, saved):
+    front_door.draw_hero(tmp_path)
+    ends = [int(line.get_xdata()[-1]) for line in saved[0].axes[0].lines if len(line.get_xdata()) > 2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (caption,) = re.findall(r"hero\.svg\)\n\n\*(.*?)\*\n\n", readme, re.DOTALL)
+    assert ends.count(200) == 2  # the finished pair
+    assert {str(end) for end in ends} <= set(re.findall(r"\d+", caption))
+
+
+def test_a_difference_beyond_the_edge_is_written_there_and_the_axis_says_that_it_is_cut(tmp_path, saved):
+    (tmp_path / "noise").mkdir()
+    for name in ("human.csv", "human_trials.csv"):
+        shutil.copy(REPOSITORY / "noise" / name, tmp_path / "noise")
+    figures.draw_noise(tmp_path / "noise", tmp_path)
+    study = noise.results_of(tmp_path / "noise")["human"]
+    others = [loss for loss in study.losses if loss != noise.BASELINE]
+    cut = []
+    for axis, metric in zip(saved[0].axes, METRICS):
+        gains = [study.minus(noise.Pair(loss, noise.BASELINE))[metric].mean() for loss in others]
+        below = [f"{gain:.1f}".replace("-", "−") for gain in gains if gain < figures.LEAST_GAIN]
+        written = [text.get_text() for text in axis.texts if "◂" in text.get_text()]
+        assert [text.split()[1].strip(",") for text in written] == below
+        assert ("cut at −1" in axis.get_xlabel()) == bool(below)
+        assert axis.get_xlim()[0] == figures.LEAST_GAIN or not below
+        cut.append(len(below))
+    assert max(cut) > 0
 
 
 VERDICTS = {"gain": "blue", "loss": "red", "no clear difference": "grey"}

@@ -36,11 +36,15 @@ def one_pass(losses: list[str], flags: str) -> None:
 
 
 def write_embeddings() -> None:
-    """Write heads.pt, 100 classes of four rows, and people.pt, labels by people, of which a third is wrong."""
+    """Write heads.pt, 100 classes of four rows, and people.pt, labels by people, of which a third is wrong.
+
+    untested.pt has the rows without a test split.
+    """
     labels, generator = torch.arange(ROWS) % CLASSES, torch.Generator().manual_seed(0)
     rows = torch.randn(CLASSES, 16, generator=generator)[labels] + torch.randn(ROWS, 16, generator=generator)
     content = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
     torch.save(content | {"info": {"backbone": "timm:lite0", "resolution": 128}}, "heads.pt")
+    torch.save({"train_embeddings": rows, "train_labels": labels}, "untested.pt")
     by_people = torch.where(torch.arange(ROWS) % 3 == 0, (labels + 1) % CLASSES, labels)
     torch.save({"clean_label": labels.numpy(), "noisy_label": by_people.numpy()}, "people.pt")
 
@@ -56,6 +60,7 @@ def train() -> None:
             assert train_beam_search.main(f"--arm {arm} --seed {seed} {BEAM}".split()) == 0
     write_embeddings()
     one_pass([*LOSSES.values()], f"{HEADS} -d heads.pt --seeds 0 1 --results heads.csv")
+    one_pass([*LOSSES.values()], f"{HEADS} -d untested.pt --seeds 0 1 --results untested.csv")
     lml = "lml --p_k .5 0 0 0 .5 --inverse_temperature"
     one_pass([f"{lml} {beta}" for beta in ("1", "auto", "0.1:5")], f"{HEADS} -d heads.pt --results temperature.csv")
     tried = [f"softsort --p_k .5 0 0 0 .5 --m {m}" for m in (16, 50, 100)]

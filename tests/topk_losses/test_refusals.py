@@ -18,7 +18,9 @@ from topk_losses import (
     make_operator,
     topk_mask,
 )
+from topk_losses.classification import own_settings
 from topk_losses.kernels import VARIABLE
+from topk_losses.methods import ABBREVIATIONS
 
 NAN, INF = float("nan"), float("inf")
 build, single = partial(TopKCrossEntropyLoss, p_k=[0.5, 0.5], num_classes=10), partial(make_loss, "smooth_topk", 2)
@@ -111,6 +113,38 @@ def test_settings_are_refused_with_a_sentence(construct, setting, values, messag
     for value in values:
         with pytest.raises(ValueError, match=message):
             construct(**{setting: value})
+
+
+CLASSES = {method.loss or TopKCrossEntropyLoss for method in METHODS.values()}
+
+
+@pytest.mark.parametrize("loss", CLASSES, ids=lambda loss: loss.__name__)
+def test_a_setting_of_another_loss_is_refused_by_every_class_which_names_its_own(loss):
+    own = own_settings(loss)
+    for name in {name for other in CLASSES for name in own_settings(other)} - {*own}:
+        with pytest.raises(TypeError, match=rf"{loss.__name__} does not take {name}; .*make_loss\(NAME") as error:
+            loss(**dict.fromkeys({"k"} & {*own}, 5), **{name: 0.5})
+        assert f"its own settings: {', '.join(own) or 'none'}." in str(error.value)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].operator is None])
+def test_the_top_k_loss_sends_another_loss_to_make_loss_whatever_its_settings(method):
+    for name in ("reduction", *own_settings(METHODS[method].loss)):
+        with pytest.raises(ValueError, match=rf"{method} has no .* build its loss with make_loss\('{method}'"):
+            TopKCrossEntropyLoss(method, **{name: 0.5})
+
+
+@pytest.mark.parametrize("method", ["smooth_topk", "smooth_hard_topk"])
+def test_a_temperature_by_two_names_is_refused(method):
+    with pytest.raises(ValueError, match=f"{method} takes its tau as inverse_temperature: give one of them"):
+        make_loss(method, inverse_temperature=2.0, tau=3.0)
+
+
+@pytest.mark.parametrize("short", ABBREVIATIONS)
+@pytest.mark.parametrize("spelling", [str.lower, str.upper])
+def test_the_name_of_papers_is_answered_with_the_name_here(short, spelling):
+    with pytest.raises(ValueError, match=f"unknown method .*; did you mean '{ABBREVIATIONS[short]}'"):
+        make_loss(spelling(short))
 
 
 LOGITS, LABELS = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
