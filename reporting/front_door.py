@@ -74,7 +74,7 @@ def draw_hero(folder: Path) -> list[Path]:
     """
     runs = pd.read_csv(REPOSITORY / "table1_epochs.csv")
     shared = runs.groupby(["method", "seed"])["epoch"].max().min()
-    figure, axis = plt.subplots(figsize=(NARROW, 3.4))
+    figure, axis = plt.subplots(figsize=(NARROW, 2.7))
     for method in (CROSS_ENTROPY, TOP_K_LOSS):
         of_method = runs[runs["method"] == method]
         for _, run in of_method.groupby("seed"):

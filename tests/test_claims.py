@@ -441,7 +441,7 @@ def test_the_numbers_in_the_words_of_the_readme():
 
 def test_the_first_code_of_the_readme_has_the_setting_of_its_row():
     text = (ROOT / "README.md").read_text("utf-8")
-    (shown,) = re.findall(r"TopKCrossEntropyLoss\((.*)\)\n", text)
+    (shown,) = re.findall(r"loss_fn = make_loss\((.*)\)\n", text)
     (answer,) = (answer for answer in front_door.ANSWERS if "the code above" in answer.start_with)
     (comparison,) = (line for line in findings.COMPARISONS if line.key == answer.key)
     (row,) = findings.loss_runs(comparison)[["method", "p_k", "m", "inverse_temperature"]].drop_duplicates().to_numpy()
