@@ -527,7 +527,7 @@ def line_cells(table: Table, row: pd.Series) -> dict[str, str]:
             continue
         own = label
         if has_published:
-            own = f"{label} ours"
+            own = f"{label} measured"
         found[own] = mean_cell(row, metric, digits)
         found[f"{label} difference"] = markdown.signed(value(row, f"{metric}_difference"), digits)
     found["not as published"] = str(row["not as published"]).replace("nan", "")
