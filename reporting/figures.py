@@ -63,7 +63,7 @@ def method_styles() -> dict[str, dict[str, str]]:
 
 STYLE = method_styles()
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
-ACCURACIES |= {metric: f"{label} (%)" for metric, label in LAST_VALID.items()}
+TITLES = ACCURACIES | {metric: f"{label} (%)" for metric, label in LAST_VALID.items()}
 ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
 
 
@@ -224,7 +224,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     panels = []
     for metric in table.metrics:
         frame[f"{metric}_half"] = halves(frame[f"{metric}_std"], frame["n_seeds"])
-        panels.append(Panel(ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
+        panels.append(Panel(TITLES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
     frame = frame.dropna(subset=[f"{metric}_mean" for metric in table.metrics], how="all")
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
