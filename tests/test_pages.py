@@ -20,6 +20,7 @@ CONSTANTS = {  # settings, and published or withdrawn values; those of the READM
     "docs/faq.md": "0.1 0.125 0.25",
     "docs/findings.md": "2403.19625 0.5 0.8 0.25 0.4 64.53 88.51",
     "docs/findings/from-scratch.md": "0.73 1.42",
+    "docs/integrations.md": "0.1",
     "docs/knn.md": "0.9",
     "docs/own-images.md": "1.2",
     "docs/reproduce.md": "0.001",
