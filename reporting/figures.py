@@ -312,7 +312,7 @@ def draw_speed(folder: Path) -> list[Path]:
         axis.xaxis.set_major_formatter("{x:g}")
     title = (
         f"Forward and backward pass, median on {first['threads']} threads of an {first['device']}.\n"
-        "Filled: this library. Hollow: difftopk without torch-sparse."
+        "Filled: this library. Hollow: difftopk, through torch-sparse where it can."
     )
     return save(figure, folder, "speed", title)
 
