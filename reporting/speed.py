@@ -86,7 +86,8 @@ def summary() -> str:
     slow = eager[eager > 2]
     names = ", ".join(f"`{method}`" for method in slow.index)
     others = (
-        f"There {names} take {slow.min():.0f} to {slow.max():.0f} times as long. More classes have no row on a GPU."
+        f"In that step {names} take {slow.min():.0f} to {slow.max():.0f} times as long. "
+        "More classes have no row on a GPU."
     )
     ratio = numbers(losses["official_over_ours"]).dropna()
     on_one = numbers(read_text(BENCHMARKS / "losses_one_thread.csv")["official_over_ours"]).dropna()
