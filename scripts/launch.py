@@ -209,13 +209,18 @@ class Launcher:
 
     def run_all(self) -> list[int]:
         """Run all; return the signals that stopped it."""
+        before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: self.received.append(number))
-        while self.running or (self.waiting and not self.received):
-            self.start_runs()
-            self.pass_signals_on()
-            self.end_runs()
-            time.sleep(POLL_SECONDS)
+            before[number] = signal.signal(number, lambda number, _: self.received.append(number))
+        try:
+            while self.running or (self.waiting and not self.received):
+                self.start_runs()
+                self.pass_signals_on()
+                self.end_runs()
+                time.sleep(POLL_SECONDS)
+        finally:
+            for number, handler in before.items():  # Ctrl-C ends what comes after the runs
+                signal.signal(number, handler)
         return self.received
 
     def start_runs(self) -> None:

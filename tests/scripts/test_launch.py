@@ -77,6 +77,13 @@ def test_a_run_that_any_signal_ends_is_named_and_the_others_go_on(run):
     assert printed.endswith("four: 1 of 4 runs done, 3 failed\n")
 
 
+def test_signals_end_the_process_again_when_the_runs_have_ended(tmp_path):
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    assert launch.launch(["true"], ["--logs", str(tmp_path)]) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp_path):
     commands = ["# a comment", python("print('one')"), "", python("print('two')")]
     status, printed = run(commands, "--name", "small")
