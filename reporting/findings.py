@@ -186,8 +186,8 @@ def family_of(file: str) -> dict[tuple[frozenset[str], frozenset[str]], noise.Pa
     return {(names[pair.loss], names[pair.other]): pair for pair in results.pairs()}
 
 
-def is_rejected(comparison: Comparison, metric: str) -> bool:
-    """Whether Holm's method was applied to a difference, and does not keep it."""
+def is_dropped_by_holm(comparison: Comparison, metric: str) -> bool:
+    """Whether Holm's method orders a difference, and does not keep it."""
     path = REPOSITORY / comparison.file
     names = (frozenset(loss_runs(comparison)["run_id"]), frozenset(baseline_runs(comparison)["run_id"]))
     pair = family_of(comparison.file).get(names)
@@ -201,7 +201,7 @@ def cells(comparison: Comparison, found: Difference) -> dict[str, str]:
         row[heading] = markdown.interval(gain)
         if gain.is_clear:
             row[heading] = f"**{row[heading]}**"
-        if gain.is_clear and is_rejected(comparison, metric):
+        if gain.is_clear and is_dropped_by_holm(comparison, metric):
             row[heading] += "†"
     row["Seeds"] = str(found.seeds)
     return row

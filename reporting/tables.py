@@ -412,7 +412,8 @@ def about_published(rows: Sequence[Mapping[str, str]], protocol: Mapping[str, st
     known = [row for row in rows if any(row.get(metric) for metric in METRICS)]
     read_in = {row["source"]: row["read_in"] for row in known if row["second_hand"] == "false"}
     notes = []
-    for source in list(read_in)[:1]:
+    if read_in:
+        source = next(iter(read_in))
         note = f"Published: {source}, read in {read_in[source]}"
         if protocol.get("n_seeds"):
             note += f", mean of {protocol['n_seeds']} seeds"
