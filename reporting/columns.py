@@ -13,7 +13,7 @@ COLUMNS = {
     "embeddings_checksum": "of older runs: checksum of the published file: sha256, etag or unverified",
     "backbone": "network that made the embeddings, where it is known",
     "resolution": "pixels of the images' sides when the embeddings were made, where it is known",
-    "labels": "labels of the embeddings: human, right, or the share drawn anew, among how many classes, random seed",
+    "labels": "labels of the embeddings: human, right, or the share of random, among how many classes, random seed",
     "noise_matrix_id": "content of --noise_matrix: classes x classes, then eight digits of a hash",
     "batch_source": "of older runs: where the training batches came from: device, ram or stream (from the disk)",
     "processes": "processes of torchrun that divided each batch; peak_memory_mib is that of the first",

@@ -85,7 +85,7 @@ class RelaxedNetwork(TopKOperator):
     It is built for the numbers of scores and ranks of each call, and kept. The default inverse temperature is 1, as
     published for ImageNet; 0.5 was published for CIFAR-100.
 
-    A class at -inf takes no part where numbers can be read, on a CPU. Elsewhere (CUDA, torch.compile, torch.func) it is
+    A class at -inf is masked out where numbers can be read, on a CPU. Elsewhere (CUDA, torch.compile, torch.func) it is
     sorted with the others: leave masked columns out, or give m.
 
     Args:
