@@ -5,7 +5,7 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     file, baseline_file             results file of both sides, and of the baseline where it is another one
     loss, baseline                  runs that meet these conditions, COLUMN=VALUE, separated by semicolons
     loss_chosen, baseline_chosen    further conditions: what validation chose among the trials
-    is_published                    settings are the published ones, not chosen here
+    is_untuned                      settings are the published ones or were not tuned
     epoch                           read the best validation epoch up to this one, in a file of scripts/epochs.py
     is_main                         stands in the figure
     baseline_name                   where it is not cross-entropy
@@ -47,7 +47,7 @@ class Comparison:
     loss_chosen: str
     baseline: str
     baseline_chosen: str
-    is_published: str
+    is_untuned: str
     epoch: str
     is_main: str
     baseline_name: str
@@ -112,8 +112,8 @@ def baseline_runs(comparison: Comparison) -> pd.DataFrame:
 
 def trials(comparison: Comparison) -> str:
     """How many settings were tried for the loss and for its baseline; "52 + 30": in two rounds."""
-    if comparison.is_published == "true":
-        return "published"
+    if comparison.is_untuned == "true":
+        return "not tuned"
     stem = comparison.file.removesuffix(".csv").removesuffix(RUNNER_UP)
     files = []
     if stem.endswith("_more"):

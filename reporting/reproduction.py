@@ -38,6 +38,7 @@ INTERVAL = (
     "± is half of the 95 % interval that holds if they spread as yours do, pooled over these lines: where it includes "
     "0, seeds alone can explain the difference."
 )
+WIDE = 5.0  # half of an interval, in points, beyond which agreement says little
 MORE_SEEDS = "With a second seed of yours there is an interval that takes their spread from your runs."
 NO_SEEDS = "Nor is the number of their seeds, so there is no interval either."
 
@@ -139,6 +140,11 @@ def summary(verdicts: Sequence[Agreement]) -> str:
     agreeing = [item for item in compared if item.verdict == "agrees"]
     by_chance = 0.05 * len(compared)
     text = f"{len(agreeing)} of {len(compared)} values agree; by chance about {by_chance:.1f} would differ."
+    wide = [item for item in agreeing if item.difference.half > WIDE]
+    if wide:
+        text += (
+            f" Agreement says little where the interval is wider than ± {WIDE:g} points: {len(wide)} of these values."
+        )
     without = len(verdicts) - len(compared)
     if without:
         text += f" {without} have no verdict: no spread is known."

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,6 +147,11 @@ def one_pass(script: str, losses: Sequence[str], flags: str) -> str:
 
 def parse_flags(text: str) -> dict[str, Any]:
     """The values of flags as the columns of rows have them; --also as a list of texts, --seed of numbers."""
+    return dict(_parsed_flags(text))
+
+
+@cache  # a report asks for the same trials many times
+def _parsed_flags(text: str) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
     words = shlex.split(text)
     position = 0

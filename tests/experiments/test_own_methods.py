@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.clones import copy_of_tracked_files
 from tests.experiments.scripts import rows_of
@@ -21,13 +22,14 @@ CLASSES = {"focal": "FocalLoss", "squared_softsort": "SquaredSoftSort"}
 # Both methods in one process, each with flags and a results file of its own.
 TRAIN = """
 import json, sys
-from experiments.train_cifar100 import main
+from experiments.finetune_imagenet import main
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 sys.exit(max(statuses))
 """
 WAYS = {"entry point": TRAIN, "register": f"import own_methods\n{TRAIN}"}
+HEADS = "--num_valid 10 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
 SIZE = "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
-# Runs become small by what stands last.
+# The page's runs become small by what stands last.
 PYTHON = f"""#!/bin/bash
 [[ "$*" != *" --method "* ]] || set -- "$@" {SIZE}
 exec {shlex.quote(sys.executable)} "$@"
@@ -58,7 +60,11 @@ def package(tmp_path):
 def test_a_script_trains_with_an_own_method(way, package, tmp_path):
     if way == "register":
         (package / "entry_points.txt").unlink()
-    calls = [[*SIZE.split(), "--method", method, "--results", str(tmp_path / f"{method}.csv")] for method in CLASSES]
+    rows, labels = torch.randn(60, 8), torch.arange(60) % 6
+    splits = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
+    torch.save(splits, tmp_path / "heads.pt")
+    flags = [*HEADS.split(), "-d", str(tmp_path / "heads.pt")]
+    calls = [[*flags, "--method", method, "--results", str(tmp_path / f"{method}.csv")] for method in CLASSES]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-c", WAYS[way], json.dumps(calls)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)

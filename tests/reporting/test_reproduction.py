@@ -75,6 +75,7 @@ def test_runs_that_are_elsewhere_differ_and_are_counted(yours):
     verdicts = [cell for line in lines.values() for name, cell in line.items() if name.endswith("verdict")]
     agreeing = sum(cell.startswith("agrees") for cell in verdicts)
     assert f"{agreeing} of 20 values agree; by chance about 1.0 would differ." in text
+    assert "Agreement says little where the interval is wider than ± 5 points: 1 of these values." in text
     assert "fewer than ten seeds, the standard deviation is pooled" in text
 
 

@@ -35,6 +35,7 @@ def called(trained, tmp_path, monkeypatch):
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(launch, "RETRY_SECONDS", 0)
 
     def call(words: str, fail_from: int) -> tuple[int, list[str]]:
         (tmp_path / "calls").write_text("")

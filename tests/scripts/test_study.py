@@ -27,7 +27,8 @@ import json, sys
 from experiments.common import door
 from scripts import study
 for words in json.loads(sys.argv[1]):
-    print("===", *words, door.call(lambda: study.main(words)), flush=True)
+    status = door.call(lambda: study.main(words))
+    print("=== status", status, "of", *words, flush=True)
 """
 
 
@@ -39,10 +40,11 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-def called(clone: Path, *words: str, program: tuple[str, ...] = ("scripts/study.py",)) -> str:
+def called(clone: Path, *calls: list[str]) -> list[str]:
+    """What each call of a study prints, one after another in one process, since each process takes seconds to begin."""
     environment = {**os.environ, "PYTHONPATH": str(clone), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *program, *words],
+        [sys.executable, "-c", EACH, json.dumps(calls)],
         cwd=clone,
         env=environment,
         capture_output=True,
@@ -50,24 +52,29 @@ def called(clone: Path, *words: str, program: tuple[str, ...] = ("scripts/study.
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    printed, rest = [], done.stdout
+    for words in calls:
+        mine, end, rest = rest.partition(f"=== status 0 of {' '.join(words)}\n")
+        assert end, done.stdout + done.stderr
+        printed.append(mine)
+    assert rest == ""
+    return printed
 
 
 def test_a_new_clone_trains_and_a_second_call_skips(clone):
     before = {path: path.read_bytes() for path in (clone / "results" / "repository").rglob("*.csv")}
     assert read_rows(clone / "results" / "repository" / "table1.csv")
-    status = called(clone, "table1", "--status").splitlines()[-1]
-    assert status.startswith("# table1: 0 of 20 runs done; commands: 0 running, 0 failed, 20 waiting")
     words = ["quickstart", *SMALL]
-    first = called(clone, *words)
+    status, first = called(clone, ["table1", "--status"], words)
+    last = status.splitlines()[-1]
+    assert last.startswith("# table1: 0 of 20 runs done; commands: 0 running, 0 failed, 20 waiting")
     assert "quickstart: 4 of 4 runs done (4 trained, 0 skipped), 0 failed" in first
     assert "This repository has no runs with the settings of yours." in first  # of one epoch
     assert len(read_rows(clone / "results" / "quickstart.csv")) == 4
-    second = called(clone, *words)
+    second, status = called(clone, words, [*words, "--status"])
     assert "quickstart: 4 of 4 runs done (0 trained, 4 skipped), 0 failed" in second
     assert second.partition("Quickstart: ")[2] == first.partition("Quickstart: ")[2]
-    status = called(clone, *words, "--status").splitlines()[-1]
-    assert status.startswith("# quickstart: 4 of 4 runs done")
+    assert status.splitlines()[-1].startswith("# quickstart: 4 of 4 runs done")
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -80,30 +87,29 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("flag", ["--commands", "--dry-run", "--status"])
-def test_what_starts_nothing_writes_no_file_in_any_study(flag, tmp_path, trained):
+def test_what_starts_nothing_writes_no_file_in_any_study(tmp_path, trained):
     """A run that is started has a log, even here, where no environment lets one begin."""
     clone = copy_of_tracked_files(tmp_path / "clone")
     for name in ("heads.pt", "people.pt"):
         shutil.copy(trained / name, clone / name)
     calls = []
     for name, entry in STUDIES.items():
-        calls.append([name, *(DATA[word] for word in entry.data), *NEEDS.get(name, []), flag])
-        if "short" in entry.options:
-            calls.append([*calls[-1], "--short"])
+        words = [name, *(DATA[word] for word in entry.data), *NEEDS.get(name, [])]
+        for flag in ("--commands", "--dry-run", "--status"):
+            calls.append([*words, flag])
+            if "short" in entry.options:
+                calls.append([*words, flag, "--short"])
     before = files_in(clone)
-    printed = called(clone, json.dumps(calls), program=("-c", EACH))
-    ended = [line for line in printed.splitlines() if line.startswith("===")]
-    assert ended == [f"=== {' '.join(call)} 0" for call in calls]
+    called(clone, *calls)
     assert files_in(clone) == before
 
 
 def test_the_table_with_commands_has_those_of_the_runs_that_are_there(clone):
     """A new clone has this repository's runs; a study without any says so."""
-    printed = called(clone, "table1", "--short", "--commands")
+    printed, without = called(clone, ["table1", "--short", "--commands"], ["table5", "--commands"])
     commands = [line.strip() for line in printed.splitlines() if line.startswith("    .venv")]
     assert commands == paper.TABLE1_SHORT.commands()[:10]
-    assert called(clone, "table5", "--commands") == "# table5: no runs yet; --dry-run prints its commands\n"
+    assert without == "# table5: no runs yet; --dry-run prints its commands\n"
 
 
 @pytest.mark.parametrize("words", [["--commands", "--jobs", "2"], ["--commands", "--n_epochs", "3"]])

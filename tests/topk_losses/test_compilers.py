@@ -16,14 +16,12 @@ from tests.methods import DETERMINISTIC, FOLLOW, LEARNABLE, p_k_of, random_batch
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.kernels import VARIABLE
 
-FAMILIES = list(dict.fromkeys(spec.family for spec in METHODS.values()))
 WITH_M = [(method, None) for method in METHODS] + [(method, 8) for method in RELAXATIONS]
 
 
-# With labels every method is exported below; here one of each family is compiled with its gradient, and each that has a
-# kernel.
-COMPILED = [next(name for name in METHODS if METHODS[name].family == family) for family in FAMILIES]
-COMPILED += ["splitter_selection", "smooth_topk"]
+# With labels every method is exported below; here each with a kernel of its own is compiled with its gradient, and one
+# without.
+COMPILED = ["splitter_selection", "odd_even", "smooth_topk", "softmax_cross_entropy"]
 ONE_GRAPH = [(method, "labels") for method in COMPILED] + [(method, "soft") for method in METHODS]
 
 

@@ -177,7 +177,7 @@ for method in sys.argv[1:]:
 
 
 def test_smoothing_takes_little_more_memory_than_the_call_without():
-    methods = ["splitter_selection", "soft_topk", "sinkhorn_sort", "lapsum", "softsort", "ldr_kl"]
+    methods = ["splitter_selection", "lapsum", "softsort", "ldr_kl"]
     command = [sys.executable, "-c", MEASURE, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
