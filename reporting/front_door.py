@@ -89,7 +89,7 @@ def draw_hero(folder: Path) -> list[Path]:
             axis.plot(accuracy, color=STYLE[method]["color"], linewidth=width, alpha=alpha)
     label_curves(axis)
     axis.set(xlim=(0, 202), ylim=(80, 88.5), xlabel="epoch", ylabel="test top-5 accuracy (%)")
-    axis.set_title("Cross-entropy loses top-5 by training on; the top-k loss keeps most of it")
+    axis.set_title("Cross-entropy loses top-5 by training on; the top-k loss less")
     return save(figure, folder, "hero")
 
 

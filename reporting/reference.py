@@ -114,7 +114,7 @@ def items(section: str) -> dict[str, str]:
     found: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        start = re.match(r" {4}([\w, ]+): (.*)", line)
+        start = re.match(r" {4}(\w[\w, ]*): (.*)", line)  # what goes on is indented further
         if start:
             name = start[1]
             found[name] = start[2]

@@ -47,7 +47,8 @@ def test_generated_parts_are_those_of_the_results(page):
 @by_page
 def test_a_decimal_number_in_prose_stands_in_a_table_of_its_page_or_in_one_that_it_links_to(page):
     text, name = page.read_text(encoding="utf-8"), page.relative_to(pages.ROOT).as_posix()
-    tables = [page.parent / target for target in re.findall(r"\]\(((?:\.\./)+results/tables/[^)#]+)", text)]
+    linked = re.findall(r"\]\(([^)#]*(?:results/tables/[^)#]+|docs/reproduce\.md))", text)
+    tables = [page.parent / target for target in linked]
     made = "".join(part[0] for source in [text, *map(read, tables)] for part in pages.PART.finditer(source))
     made += CONSTANTS.get(name, "")
     known = [float(number) for number in re.findall(r"\d*\.?\d+", made.replace(",", ""))]

@@ -61,3 +61,11 @@ def test_docstrings_are_shown_as_they_are_written():
     parts = reference.described("What it is.\n\nArgs:\n    a, b: two\n        numbers.\n    c: one.\n\nMore.")
     assert parts[""].split() == ["What", "it", "is.", "More."]
     assert reference.items(parts["Args"]) == {"a, b": "two numbers.", "c": "one."}
+
+
+def test_a_colon_in_the_description_of_a_parameter_begins_no_other():
+    section = "    tau: temperature, the closer to the\n        hard hinge: it is another.\n    alpha, beta: margins.\n"
+    assert reference.items(section) == {
+        "tau": "temperature, the closer to the hard hinge: it is another.",
+        "alpha, beta": "margins.",
+    }
