@@ -86,7 +86,7 @@ def summary() -> str:
     slow = eager[eager > 2]
     names = ", ".join(f"`{method}`" for method in slow.index)
     others = (
-        f"There {names} take {slow.min():.0f} to {slow.max():.0f} times as long as cross-entropy. "
+        f"A step with {names} takes {slow.min():.0f} to {slow.max():.0f} times as long there. "
         "On a GPU only 100 classes were timed."
     )
     ratio = numbers(losses["official_over_ours"]).dropna()
