@@ -55,7 +55,8 @@ def test_each_finding_that_a_sentence_names_has_the_status_that_the_sentence_was
     status |= dict.fromkeys(("S7", "S8"), same)
     status |= dict.fromkeys(("L1", "L4"), f"top-1: {same}; top-5: {loss}")
     status |= {"L2": gain, "L3": loss, "L5": f"top-1: {gain}; top-5: {same}", "L6": f"top-1: {gain}; top-5: {same}"}
-    status |= dict.fromkeys(("T1", "T2"), f"top-1: {gain}; top-5: {same}")
+    status |= dict.fromkeys(("T1", "T2", "T3"), f"top-1: {gain}; top-5: {same}")
+    status |= {"T4": gain, "T5": same}
     status |= dict.fromkeys(("H1", "H2", "H4", "D1", "D2", "D4", "D5", "D7", "D8", "W1", "W2", "W4", "W5"), gain)
     status |= {"V1": gain, "V2": gain, "V3": same, "V4": f"top-1: {gain}; top-5: {loss}"}
     status |= {"V5": f"top-1: {same}; top-5: {loss}"}
