@@ -58,9 +58,11 @@ def test_a_decimal_number_in_prose_stands_in_a_table_of_its_page_or_in_one_that_
 
 
 def anchors(page):
-    """The addresses of a page's headings, as GitHub makes them."""
+    """The addresses of a page's headings, where GitHub and the documentation's site make the same one."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()).replace(" ", "-") for title in titles}
+    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()) for title in titles]
+    on_github = [title.replace(" ", "-") for title in plain]
+    return {address for address in on_github if address == re.sub("-+", "-", address)}
 
 
 @by_page
