@@ -46,7 +46,7 @@ def relabelled(right, tmp_path, *words):
 
 
 def expected_matrix(rate, among):
-    """T of labels that are drawn anew among so many consecutive classes, entry by entry."""
+    """T of symmetric noise within groups of so many consecutive classes, entry by entry."""
     return torch.tensor(
         [[(1 - rate) * (i == j) + rate / among * (i // among == j // among) for j in range(CLASSES)]
          for i in range(CLASSES)], dtype=torch.float64,
@@ -86,7 +86,7 @@ def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(right, 
     assert torch.equal(found[valid], labels[valid])
     assert torch.equal(found // 5, labels[:ROWS] // 5)  # of the same block
     wrong = (found[train] != labels[train]).double().mean().item()
-    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.01)  # of those drawn anew some stay
+    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.01)  # some noisy labels are the right ones
     assert torch.equal(data["test"].labels, labels[ROWS:])
     assert torch.equal(data["train"].inputs[:, 0], torch.arange(ROWS).float())
     for num_classes, joined, split in ((2, 10, 1), (200, 1, 10)):
