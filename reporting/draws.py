@@ -48,15 +48,27 @@ def design_of(folder: Path) -> Design:
 
 
 @functools.cache
-def finished(folder: Path) -> dict[str, Results]:
-    """The results of the draws on which a loss has all its final runs, in the order of the design."""
+def results_of(folder: Path) -> dict[str, Results]:
+    """The results of every draw, in the order of the design."""
     design = design_of(folder)
-    every = {}
-    for labels in design.kinds:
-        results = Results(folder, labels, design)
-        if results.losses:
-            every[labels] = results
-    return every
+    return {labels: Results(folder, labels, design) for labels in design.kinds}
+
+
+def finished(folder: Path) -> dict[str, Results]:
+    """The results of the draws on which a loss has all its final runs."""
+    return {labels: results for labels, results in results_of(folder).items() if results.losses}
+
+
+def about_unfinished(folder: Path) -> str:
+    """A sentence that names the losses with trials but without all that follows them; "" if there are none."""
+    kinds = design_of(folder).kinds
+    parts = []
+    for labels, results in results_of(folder).items():
+        if results.unfinished:
+            parts.append(f"{', '.join(results.unfinished)} ({kinds[labels].title})")
+    if not parts:
+        return ""
+    return f" Left out, since not finished: {'; '.join(parts)}."
 
 
 class Draws(NamedTuple):
@@ -171,7 +183,7 @@ def answer(folder: Path, about: str, found: Sequence[Draws]) -> str:
     above = (
         f"CIFAR-100, {setup(first)} Differences of test accuracy in points. Over draws: the mean over draws, each the "
         "mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over seeds: the interval that leaves "
-        f"out the spread of draws. {about}"
+        f"out the spread of draws. {about}{about_unfinished(folder)}"
     )
     rows = markdown.table([answer_row(item) for item in found])
     details = markdown.table(draw_rows(folder, found))

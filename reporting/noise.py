@@ -48,6 +48,7 @@ class Results:
         self.chosen: dict[tuple[str, str], Trial] = {}
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
         self.missing: list[str] = []
+        self.unfinished: list[str] = []  # titles of losses that have trials, but no choice or not all its final runs
         finals = Finished(folder / f"{labels}.csv", study)
         for candidate in study.space:
             tried = study.tried(candidate, self.known)
@@ -66,6 +67,8 @@ class Results:
                 self.titles[candidate.name] = candidate.title
                 self.tried[candidate.name] = tried
                 self.finals |= found
+            else:
+                self.unfinished.append(candidate.title)
 
     @property
     def losses(self) -> list[str]:

@@ -252,7 +252,8 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
         print_tables(study, args)
         return 0
     if isinstance(study, Tuned):
-        status = tune(study, Launching(args, extra, run_per_core=True, embeddings=study.embeddings))
+        launching = Launching(args, extra, run_per_core=True, embeddings=study.embeddings)
+        status = tune(study, launching, args.starts_nothing)
     else:
         launching = Launching(args, extra, study.run_per_core)
         status = launching(Stage(study.name, study.files[0], study.commands()))

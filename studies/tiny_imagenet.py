@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from studies.runs import IMAGENET, as_flags
-from studies.tuning import ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
+from studies.tuning import EARLIER, ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
 
 # The paper's P_K. Losses of a single k have the first; cross-entropy has label smoothing and weight decay to try.
 P_KS = ("0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2")
@@ -84,7 +84,7 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
         tried = known.tried(options)
         if not tried:
             raise ValueError(f"{trials} has no trial of {method}: run scripts/tiny_imagenet.sh first")
-        best = ONE_SEED.finalists_of(tried, "valid")[0].trial.loss.replace(" --weight_decay 1.0", "")
+        best = ONE_SEED.finalists_of(tried, "valid", EARLIER)[0].trial.loss.replace(" --weight_decay 1.0", "")
         candidates.append(Candidate(method, method, best))
     results = Path("results/tiny_imagenet_more_trials.csv")
     grid = Grid("trials", commands(results, data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})

@@ -10,6 +10,7 @@ a baseline have equal validation, the one with the higher test accuracy is chose
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,12 +177,12 @@ class Rule:
     finalists: int = 5
     seeds: tuple[int, ...] = tuple(range(101, 111))
 
-    def finalists_of(self, tried: Sequence[Tried], split: str, ties: int = EARLIER) -> list[Tried]:
-        """The best trials by seed 0 and a split."""
+    def finalists_of(self, tried: Sequence[Tried], split: str, ties: int) -> list[Tried]:
+        """The best trials by seed 0 and a split. ties: which of equals, see `Tried.order`."""
         ranked = sorted(tried, key=lambda item: item.order(TRIAL_SEEDS, split, ties), reverse=True)
         return ranked[: self.finalists]
 
-    def choose(self, tried: Sequence[Tried], split: str, ties: int = EARLIER) -> Trial | None:
+    def choose(self, tried: Sequence[Tried], split: str, ties: int) -> Trial | None:
         """The finalist with the best mean over the seeds; None if a finalist lacks one of them.
 
         ties: which of equals, see `Tried.order`.
@@ -353,7 +354,7 @@ class Longer(Grid):
         trials = self.earlier.of(candidate, known)
         if not known.are_done(trials):
             return []
-        best = ONE_SEED.finalists_of(known.tried(trials), self.split)[0]
+        best = ONE_SEED.finalists_of(known.tried(trials), self.split, EARLIER)[0]
         return self.with_values(best.trial.loss)
 
 
@@ -454,7 +455,7 @@ class Tuned:
         for candidate in self.space:
             tried = self.tried(candidate, known)
             for split in self.finals.choices.values():
-                if self.finals.rule.choose(tried, split) is None:
+                if self.finals.rule.choose(tried, split, candidate.ties) is None:
                     return False
         return True
 
@@ -497,28 +498,35 @@ class Tuned:
         return lines
 
 
-def tune(study: Tuned, launch: Launch) -> int:
+def tune(study: Tuned, launch: Launch, starts_nothing: bool = False) -> int:
     """Run the rounds of trials and the finalists, let validation choose, and run the finals; return the exit status.
 
-    What the files have is skipped: the same call continues.
+    What the files have is skipped: the same call continues. starts_nothing: whether launch only shows commands or
+    their states, so that what follows may stay unknown; else that is a failure, with status 1.
     """
+
+    def unknown(stage: str, before: str) -> int:
+        if starts_nothing:
+            print(f"# {stage} of {study.name}: known when {before} have run")
+            return 0
+        path = study.trials_file
+        print(f"{stage} of {study.name}: not all of {before} have a row with their settings in {path}", file=sys.stderr)
+        return 1
+
     for part in study.rounds:
         commands = study.round_commands(part)
         if not commands:
-            print(f"# {part.name} of {study.name}: known when the trials before have run")
-            return 0
+            return unknown(part.name, "the trials before")
         status = launch(Stage(f"{study.name}_{part.name}", str(part.commands.results), commands))
         if status:
             return status
     if not study.trials_are_done(study.known()):
-        print(f"# finalists of {study.name}: known when its trials have run")
-        return 0
+        return unknown("finalists", "its trials")
     commands = study.finalist_commands()
     if commands:
         status = launch(Stage(f"{study.name}_finalists", str(study.trials_file), commands))
         if status:
             return status
     if not study.has_chosen(study.known()):
-        print(f"# finals of {study.name}: known when its finalists have run")
-        return 0
+        return unknown("finals", "its finalists")
     return launch(Stage(study.name, str(study.finals.commands.results), study.final_commands()))

@@ -95,9 +95,9 @@ def made(trained, tmp_path):
     rows = {row["method"]: row for row in read_rows(trained / "noise" / "human_trials.csv")}
     folder = tmp_path / "noise_draws"
     folder.mkdir()
-    draws.finished.cache_clear()
+    draws.results_of.cache_clear()
     yield Made(folder, {loss: rows[method] for loss, method in BASES.items()})
-    draws.finished.cache_clear()
+    draws.results_of.cache_clear()
 
 
 def tables(text):
@@ -195,9 +195,21 @@ def test_an_interval_over_draws_is_that_of_their_means(made):
 def test_a_draw_that_is_not_finished_is_left_out(made, left_out):
     made.write("symmetric_.4_draw0")
     before = tables(noise_draws_answer(made.folder))
-    draws.finished.cache_clear()
+    draws.results_of.cache_clear()
     made.write("symmetric_.4_draw1", **left_out)
     assert tables(noise_draws_answer(made.folder)) == before
+
+
+def test_a_loss_that_is_not_finished_is_named(made):
+    made.write("symmetric_.4_draw0")
+    assert "not finished" not in noise_draws_answer(made.folder)
+    rows = read_rows(made.folder / "symmetric_.4_draw0_trials.csv")
+    lacks = [row for row in rows if (row["method"], row["seed"]) != ("lapsum", "103")]
+    write_rows(made.folder / "symmetric_.4_draw0_trials.csv", lacks)
+    draws.results_of.cache_clear()
+    text = noise_draws_answer(made.folder)
+    assert "LapSum − GCE" not in text
+    assert "Left out, since not finished: LapSum (40 % drawn among all classes, draw 0)." in text
 
 
 @pytest.fixture

@@ -99,14 +99,14 @@ def test_a_failed_round_is_the_status_and_the_last(study):
 
 def test_without_rows_later_rounds_are_not_known(study, capsys):
     stages = []
-    assert tune(study, lambda stage: stages.append(stage.name) or 0) == 0
+    assert tune(study, lambda stage: stages.append(stage.name) or 0, starts_nothing=True) == 0
     assert stages == ["study_trials"]
     assert capsys.readouterr().out == "# longer of study: known when the trials before have run\n"
 
 
 def test_rows_of_other_embeddings_are_no_trials(study):
     runner = Runner(embeddings="another's")
-    assert tune(study, runner) == 0
+    assert tune(study, runner) == 1
     assert [name for name, _ in runner.stages] == ["study_trials"]  # theirs choose nothing here
     assert study.chosen(study.space[0], study.known(), "valid") is None
 
@@ -144,7 +144,7 @@ BETTER_LATER = [{0: 0.9, 101: 0.3, 102: 0.4}, {0: 0.8, 101: 0.6, 102: 0.2}, {0: 
 def test_the_mean_of_the_finalists_chooses(study, accuracies, rule, expected):
     trials = study.rounds[0].of(study.space[1], study.known())
     write_accuracies(study, trials, accuracies)
-    chosen = rule.choose(study.known().tried(trials), "valid")
+    chosen = rule.choose(study.known().tried(trials), "valid", EARLIER)
     assert chosen == (None if expected is None else trials[expected])
 
 
@@ -190,6 +190,26 @@ def finalists_of(study: Tuned) -> list[tuple[Trial, str]]:
     return found
 
 
+def test_where_all_trials_tie_the_finals_run_all_the_same(study):
+    """Of cross-entropy the finalists are the best in test, of the other loss the first."""
+
+    def launch(stage) -> int:
+        status = runner(stage)
+        rows = read_rows(study.trials_file)
+        for number, row in enumerate(rows):
+            row |= {"valid_top1": "0.5", "test_top1": str(number / 1000)}
+        write_rows(study.trials_file, rows)
+        return status
+
+    runner = Runner()
+    assert tune(study, launch) == 0
+    assert [name for name, _ in runner.stages[2:]] == ["study_finalists", "study"]
+    trials = [item.trial for item in study.tried(study.space[0], study.known())]
+    assert study.finalists(study.space[0], study.known()) == [trials[-1], trials[-2]]
+    others = [item.trial for item in study.tried(study.space[1], study.known())]
+    assert study.finalists(study.space[1], study.known()) == others[:2]
+
+
 @pytest.mark.parametrize(
     ("change", "is_chosen"),
     [
@@ -212,9 +232,9 @@ def test_finals_wait_for_every_row_of_every_finalist(study, change, is_chosen, c
         return status
 
     runner = Runner()
-    assert tune(study, launch) == 0
-    waits = "# finals of study: known when its finalists have run\n"
-    assert capsys.readouterr().out == ("" if is_chosen else waits)
+    assert tune(study, launch) == (0 if is_chosen else 1)
+    lacking = f"finals of study: not all of its finalists have a row with their settings in {study.trials_file}\n"
+    assert capsys.readouterr().err == ("" if is_chosen else lacking)
     assert [name for name, _ in runner.stages[3:]] == (["study"] if is_chosen else [])
     assert study.has_chosen(study.known()) == is_chosen
 
