@@ -73,7 +73,7 @@ class Run:
         settings = {name: value for name, value in HUGE_PAGES.items() if name not in os.environ}
         if self.gpu:
             settings["CUDA_VISIBLE_DEVICES"] = self.gpu
-        if "--threads" not in self.command.split():
+        if not re.search(r" --threads[ =]", self.command):
             settings["OMP_NUM_THREADS"] = str(threads)
             settings["MKL_NUM_THREADS"] = str(threads)
         return settings

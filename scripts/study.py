@@ -8,8 +8,9 @@
     scripts/heads.sh heads.pt --methods all                 # data first, where a study takes some
     scripts/noise.sh heads.pt --human CIFAR-100_human.pt --labels human
 
-Other flags go to every run. A run whose row is in results/ is skipped, and one that was stopped continues: the same
-call again runs what is left. This repository's rows in results/repository/ are not written, and skip nothing.
+Other flags go to every run, but a study with trials takes no settings of runs beside its own. A run whose row is in
+results/ is skipped, and one that was stopped continues: the same call again runs what is left. This repository's rows
+in results/repository/ are not written, and skip nothing.
 """
 
 import argparse
@@ -20,12 +21,14 @@ from pathlib import Path
 
 from experiments.common import door
 from experiments.common.paths import RESULTS, ROOT
+from experiments.common.settings import BY_FLAG, CALL, MACHINE
 from reporting import reproduction
 from reporting.status import Status, repository_file, status_text
 from scripts.launch import launch, runs_of
+from scripts.launch import parse_arguments as parse_launcher_flags
 from studies import noise, tiny_imagenet
 from studies.catalog import DESIGNS, STUDIES
-from studies.runs import DATASETS, Study, expected_runs
+from studies.runs import DATASETS, Study, expected_runs, is_of_one_loss, split_flags
 from studies.tuning import Stage, Tuned, tune
 
 
@@ -72,8 +75,25 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         raise ValueError(f"{args.study} takes {' '.join(entry.data) or 'no data'}, got {' '.join(args.data) or 'none'}")
     if args.commands and extra:
         raise ValueError(f"--commands shows the table of runs that are there, and takes no {' '.join(extra)}")
+    check_flags_of_runs(args.study, extra)
     args.starts_nothing = args.dry_run or args.status or args.commands
     return args, extra
+
+
+def check_flags_of_runs(study: str, extra: Sequence[str]) -> None:
+    """Raise ValueError for a flag of runs that the study would not find, or of which only some would have it."""
+    entry = STUDIES[study]
+    _, flags = parse_launcher_flags(extra)
+    for flag, _ in split_flags(flags):
+        setting = BY_FLAG.get(flag)
+        if setting is None:
+            continue
+        if setting.name in ("results", "also"):
+            raise ValueError(f"{study} takes no {flag}: its files and its losses are those of the study")
+        if entry.has_trials and setting.role not in (MACHINE, CALL):
+            raise ValueError(f"{study} finds its trials by their settings, and takes no {flag} beside its own")
+        if entry.trains_together and is_of_one_loss(setting):
+            raise ValueError(f"{study} trains several losses at once, and {flag} would reach the first alone")
 
 
 def embeddings_id(path: str | Path) -> str:
@@ -224,12 +244,12 @@ class Launching:
         return launch(stage.commands, [*flags, *self.extra])
 
     def show_status(self, stage: Stage) -> None:
-        logs = RESULTS / "logs" / stage.name
+        launching, flags = parse_launcher_flags(["--name", stage.name, *self.extra])
         by_file: dict[Path, list] = {}
-        for run in runs_of(stage.commands, self.extra, logs):
+        for run in runs_of(stage.commands, flags, launching.logs):
             by_file.setdefault(results_of(run.command), []).append(run)
         for path, runs in by_file.items():
-            status = Status(path, logs, self.embeddings)
+            status = Status(path, launching.logs, self.embeddings)
             commands = [run.command for run in runs]
             print(status_text(commands, [run.log.stem for run in runs], stage.name, status))
 

@@ -59,11 +59,15 @@ class Entry:
         make: makes the study of its data and options.
         data: what the data are, one word for each; a word that ends with "..." takes any number.
         options: flags of scripts/study.py that it takes.
+        has_trials: whether validation chooses among trials, whose rows are found by the settings of the study.
+        trains_together: whether a command trains several losses, each with its own flags.
     """
 
     make: Callable[..., Study | Tuned]
     data: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    has_trials: bool = False
+    trains_together: bool = False
 
 
 STUDIES = {
@@ -75,22 +79,24 @@ STUDIES = {
     "table5": Entry(paper.table5),
     "strong": Entry(from_scratch.strong),
     "scratch": Entry(from_scratch.scratch),
-    "noise_scratch": Entry(from_scratch.noise_scratch, data=("HUMAN",)),
+    "noise_scratch": Entry(from_scratch.noise_scratch, data=("HUMAN",), has_trials=True),
     "implementation": Entry(from_scratch.implementation),
-    "temperature": Entry(temperature, data=("FILE",)),
-    "temperature_classes": Entry(temperature_classes, data=("OF_10", "OF_100", "OF_1000")),
+    "temperature": Entry(temperature, data=("FILE",), trains_together=True),
+    "temperature_classes": Entry(temperature_classes, data=("OF_10", "OF_100", "OF_1000"), trains_together=True),
     "temperature_training": Entry(temperature_training),
     "beam_search": Entry(beam_search.beam_search, options=("short",)),
     "knn": Entry(knn, data=("DATA...",), options=("short",)),
-    "heads": Entry(heads, data=("FILE",), options=("name", "methods", "num_valid")),
-    "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid")),
-    "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet),
-    "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more),
-    "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal),
-    "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder")),
-    "few_labels": Entry(few_labels.few_labels, data=("FILE",), options=("labels", "losses")),
+    "heads": Entry(heads, data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True),
+    "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True),
+    "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet, has_trials=True),
+    "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more, has_trials=True),
+    "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal, has_trials=True),
+    "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder"), has_trials=True),
+    "few_labels": Entry(few_labels.few_labels, data=("FILE",), options=("labels", "losses"), has_trials=True),
     "few_labels_scratch": Entry(few_labels.few_labels_scratch),
-    "noise_draws": Entry(noise.noise_draws, data=("FILE",), options=("human", "labels", "losses", "folder")),
+    "noise_draws": Entry(
+        noise.noise_draws, data=("FILE",), options=("human", "labels", "losses", "folder"), has_trials=True
+    ),
 }
 LISTED = (
     quickstart(),

@@ -2,9 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,23 +154,48 @@ def parse_flags(text: str) -> dict[str, Any]:
 @cache  # a report asks for the same trials many times
 def _parsed_flags(text: str) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
-    words = shlex.split(text)
+    for flag, given in split_flags(shlex.split(text)):
+        setting = BY_FLAG.get(flag)
+        if setting is None:
+            continue
+        if setting.name == "also":
+            values.setdefault("also", []).extend(given)
+        elif setting.name == "seed":
+            values["seed"] = [int(word) for word in given]
+        else:
+            values[setting.name] = setting.parse(" ".join(given) or "true")
+    return values
+
+
+def split_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag and the words of its value, which may be joined to it: --lr=0.001, -m16."""
     position = 0
     while position < len(words):
-        setting = BY_FLAG.get(words[position])
-        end = position + 1
-        while end < len(words) and not re.match(r"--?[A-Za-z]", words[end]):
-            end += 1
-        given = words[position + 1 : end]
-        if setting is not None and setting.name == "also":
-            values.setdefault("also", []).append(words[position + 1])  # its text begins with a dash
-            end = position + 2
-        elif setting is not None and setting.name == "seed":
-            values["seed"] = [int(word) for word in given]
-        elif setting is not None:
-            values[setting.name] = setting.parse(" ".join(given) or "true")
-        position = end
-    return values
+        flag, value = split_word(words[position])
+        position += 1
+        if value is not None:
+            yield flag, [value]
+            continue
+        given = list(takewhile(is_value, words[position:]))
+        if flag == "--also":
+            given = list(words[position : position + 1])  # its text begins with a dash
+        yield flag, given
+        position += len(given)
+
+
+def is_value(word: str) -> bool:
+    """Whether a word is no flag; a number may begin with a dash."""
+    return re.match(r"--?[A-Za-z]", word) is None
+
+
+def split_word(word: str) -> tuple[str, str | None]:
+    """A flag, and the value that is joined to it; None if there is none."""
+    flag, joined, value = word.partition("=")
+    if joined and flag in BY_FLAG:
+        return flag, value
+    if word not in BY_FLAG and word[:2] in BY_FLAG:
+        return word[:2], word[2:]
+    return word, None
 
 
 def expected_runs(command: str) -> list[dict[str, Any]]:
@@ -181,7 +207,7 @@ def expected_runs(command: str) -> list[dict[str, Any]]:
     losses = [shared]
     for text in also:
         own = parse_flags(text)
-        without_loss = {name: value for name, value in shared.items() if BY_NAME[name].role is not LOSS}
+        without_loss = {name: value for name, value in shared.items() if not is_of_one_loss(BY_NAME[name])}
         losses.append(without_rate(without_loss, own) | own)
     defaults = parse_flags(DEFAULTS.get(script, ""))
     runs = []
@@ -192,6 +218,11 @@ def expected_runs(command: str) -> list[dict[str, Any]]:
                 run.pop("m", None)
             runs.append(run)
     return runs
+
+
+def is_of_one_loss(setting: Setting) -> bool:
+    """Whether each loss of a pass has a setting for itself: an --also without the flag has the default."""
+    return setting.role is LOSS or setting.name in ("implementation", "mixup", "noise_matrix")
 
 
 def without_rate(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 from experiments.common import settings
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows
+from experiments.common.settings import BY_FLAG, Setting
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from studies import runs
 from studies.catalog import DESIGNS, LISTED, STUDIES
@@ -88,8 +89,51 @@ def test_defaults_are_those_of_the_script(script):
         assert settings.cell(getattr(bare, name)) == settings.cell(getattr(written, name)) == settings.cell(value)
 
 
+# A value of each flag of a linear classifier that its default is not, and a method that takes it where most do not.
+VALUES = {
+    **{setting.name: "0.3" for setting in settings.SETTINGS if setting.kind is float},
+    **{setting.name: "3" for setting in settings.SETTINGS if setting.kind is int},
+    **{"p_k": "0.5 0.5", "inverse_temperature": "0.3", "distribution": "cauchy", "top1_mode": "smce"},
+    **{"implementation": "difftopk", "precision": "bf16", "noise_matrix": "t.pt", "data_path": "b.pt"},
+    **{"hidden_dims": "3 4", "apply_relu": "", "apply_dropout": "", "method": "lapsum"},
+}
+
+
+def flags_of_rows(script: str) -> list[Setting]:
+    """The settings by which runs of a script differ and that a flag gives, but for the seed."""
+    known = vars(PARSE[script](["--method", "lapsum"])).keys() - {"seed"}
+    return [item for item in settings.SETTINGS if item.flag and item.name in known and runs.is_compared(item)]
+
+
+@pytest.mark.parametrize("setting", flags_of_rows(runs.IMAGENET), ids=lambda setting: setting.name)
+def test_an_also_takes_what_the_script_lets_it_take(setting):
+    """The other loss of a pass has the value of the command's flag, or is without it, as the script reads it."""
+    given = f"{setting.flag} {VALUES[setting.name]}"
+    words = f"--method splitter_selection {given} --also '--method softsort'"
+    (other,) = PARSE[runs.IMAGENET](shlex.split(words)).also
+    _, expected = expected_runs(f"{runs.PYTHON} {runs.IMAGENET} {words} --seed 0")
+    with_flag = settings.cell(setting.parse(VALUES[setting.name] or "true"))
+    takes = settings.cell(getattr(other, setting.name)) == with_flag
+    assert takes == (settings.cell(expected.get(setting.name)) == with_flag)
+
+
 def test_the_losses_that_have_no_m_are_those_that_sort_nothing():
     assert set(UNSORTED) == set(METHODS) - set(RELAXATIONS)
+
+
+@pytest.mark.parametrize("flag", BY_FLAG)
+def test_a_value_may_be_joined_to_its_flag(flag):
+    """As argparse reads it: after an equals sign, or at once after a single letter."""
+    value = "1"
+    if BY_FLAG[flag].kind is settings.boolean:
+        value = "true"
+    if flag == "--also":
+        value = "'--method softsort --lr=0.1'"
+    apart = parse_flags(f"--method lapsum {flag} {value} --n_epochs 3")
+    assert apart[BY_FLAG[flag].name] not in (None, [])
+    assert parse_flags(f"--method lapsum {flag}={value} --n_epochs 3") == apart
+    if len(flag) == 2:
+        assert parse_flags(f"--method lapsum {flag}{value} --n_epochs 3") == apart
 
 
 @pytest.mark.parametrize("file", FILES)

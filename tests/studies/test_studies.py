@@ -11,11 +11,22 @@ import torch
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.common import door
 from experiments.common.objective import build_loss, fill_in_loss
-from experiments.common.settings import PRETRAINING, cell, columns, identifying
+from experiments.common.settings import (
+    BY_FLAG,
+    CALL,
+    LOSS,
+    MACHINE,
+    PRETRAINING,
+    cell,
+    columns,
+    identifying,
+)
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import study as script
-from studies.catalog import STUDIES
+from studies.catalog import DESIGNS, STUDIES
+from studies.runs import Study
+from studies.tuning import Tuned
 from tests.studies.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
 
@@ -158,6 +169,12 @@ def test_the_arms_of_a_seed_share_their_pretraining():
         "temperature_classes a.pt",
         "knn no/a.pt",
         "strong --short",
+        "quickstart --results other.csv",
+        "quickstart --jobs 2 -- --results=other.csv",
+        "table2_3_imagenet1k --also=--method",
+        f"heads {__file__} --limit_train 60",
+        f"noise {__file__} --labels right -d=other.pt",
+        f"temperature {__file__} --mixup 0.2",
         "table1 cifar100",
         "table1 --jobs 0",
         "table1 --methods lml",
@@ -173,3 +190,74 @@ def test_what_is_wrong_is_a_sentence_before_anything_starts(words, capsys):
         script.main(words.split())
     assert capsys.readouterr().out == ""
     assert door.is_a_sentence(error.value)
+
+
+def study_made(name: str) -> Study | Tuned | None:
+    """A study by its name; None if it is made from trials of another."""
+    if name in DESIGNS:
+        return STUDIES[name].make(next(iter(DESIGNS[name].kinds)))
+    if name.endswith("_more"):
+        return None
+    data = ["a.pt"] * len(STUDIES[name].data)
+    if name == "knn":
+        data = ["digits"]
+    return STUDIES[name].make(*data)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_catalog_says_which_studies_have_trials_and_which_train_losses_together(name):
+    study = study_made(name)
+    if study is None:
+        assert STUDIES[name].has_trials == STUDIES[name.removesuffix("_more")].has_trials is True
+        return
+    assert STUDIES[name].has_trials == isinstance(study, Tuned)
+    if isinstance(study, Study):
+        assert STUDIES[name].trains_together == any("--also" in command for command in study.commands())
+
+
+def refusal(words: list[str]) -> str:
+    """Why the flags of a call are refused; "" if they are not."""
+    try:
+        script.parse_arguments(words)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_flags_for_all_runs_reach_them_all_or_are_refused(name):
+    """A study with trials would not find runs of other settings; what is of one loss does not reach each --also."""
+    entry = STUDIES[name]
+    refused = set()
+    for flag in BY_FLAG.keys() - {"--num_valid"}:  # a flag of the study
+        sentence = refusal([name, *["a.pt"] * len(entry.data), "--jobs", "2", f"{flag}=1"])
+        if sentence:
+            assert flag in sentence
+            refused.add(BY_FLAG[flag].name)
+    of_runs = set()
+    of_losses = {"mixup", "noise_matrix", "implementation"}
+    for item in BY_FLAG.values():
+        if item.role not in (MACHINE, CALL) and item.name != "num_valid":
+            of_runs.add(item.name)
+        if item.role is LOSS:
+            of_losses.add(item.name)
+    expected = {"results", "also"}
+    if entry.has_trials:
+        expected |= of_runs
+    if entry.trains_together:
+        expected |= of_losses
+    assert refused == expected
+
+
+@pytest.mark.parametrize("words", [["--jobs", "4"], ["--run-per-core"], ["--per-gpu=2"], ["--", "--n_epochs=1"]])
+def test_runs_that_failed_are_failed_in_the_status_of_the_same_call(words, tmp_path, capsys):
+    """Flags of the launcher are not in its commands, nor in the logs that --status reads."""
+    call = ["quickstart", "--limit_train=61", "--logs", str(tmp_path), *words]
+    split = call.index("--") if "--" in call else len(call)
+    script.main([*call[:split], "--dry-run", *call[split:]])
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert not any("--logs" in line for line in lines)
+    for number, line in enumerate(lines):
+        (tmp_path / f"{number}.log").write_text(f"$ {line}\nerror: no such device\n=== exit status 2\n")
+    script.main([*call[:split], "--status", *call[split:]])
+    assert f"0 running, {len(lines)} failed, 0 waiting" in capsys.readouterr().out
