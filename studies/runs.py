@@ -19,14 +19,30 @@ IMAGENET_21K = "experiments/finetune_imagenet21k.py"
 NEIGHBOURS = "experiments/train_knn.py"
 BEAM_SEARCH = "experiments/train_beam_search.py"
 DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")  # of NEIGHBOURS; other words are files
-# What a script does without a flag, where runs of one file may differ in it.
+PROTOCOLS = {IMAGENET: "--n_epochs 20", IMAGENET_21K: "--n_epochs 40"}  # with a million rows; else by their number
+# What a script fills in where a flag is not given: a row with another value is another run.
+NETWORKS = "--distribution logistic_phi --art_lambda 0.5"
 DEFAULTS = {
-    CIFAR100: "--dataset cifar100 --model resnet18 --n_epochs 200 --batch_size 128 --nloglr 3 --precision fp32",
-    IMAGENET: "--n_epochs 20 --nloglr 4.5 --precision fp32 --eval_freq 100",
-    IMAGENET_21K: "--n_epochs 40 --nloglr 4 --precision fp32 --eval_freq 100",
-    NEIGHBOURS: "--n_epochs 200 --precision fp32 --loss mass --k 9",
-    BEAM_SEARCH: "--dataset cmudict --n_updates 650 --pretrain_updates 2600 --hidden_dim 128 --beam_size 4",
+    settings.CIFAR: "--dataset cifar100 --model resnet18 --batch_size 128 --n_epochs 200 --lr 0.001 --nloglr 3 "
+    f"--precision fp32 --implementation ours --top1_mode smce {NETWORKS}",
+    settings.HEADS: f"--split_seed 0 --eval_freq 100 --precision fp32 --implementation ours --top1_mode sm {NETWORKS}",
+    settings.KNN: "--dataset mnist --dim 128 --batch_size 100 --n_epochs 200 --lr 0.001 --nloglr 3 "
+    f"--weight_decay 0.0005 --precision fp32 --loss mass --k 9 --prediction neighbours --num_candidates 100 {NETWORKS}",
+    settings.BEAM: "--dataset cmudict --hidden_dim 128 --batch_size 128 --lr 0.0005 --nll_weight 0.3 --eval_freq 325 "
+    f"--beam_size 4 --n_updates 650 --pretrain_updates 2600 --pretrain_lr 0.002 --top1_mode sm {NETWORKS}",
 }
+BY_NUMBER_OF_ROWS = ("batch_size", "n_epochs", "lr", "nloglr", "num_valid")  # what linear classifiers choose by it
+SCORES = {settings.HEADS: (16.0, 50.0), settings.BEAM: (16.0,)}  # 50 with IMAGENET_21K, whose rows look the same
+MAX_LETTERS = {"cmudict": 8.0, "reversal": 4.0}
+EMBEDDERS = {"mnist": "cnn", "digits": "cnn", None: "linear"}  # by the data of NEIGHBOURS; else preact_resnet18
+# Inverse temperatures of a script, or of an arm, where they are not the library's.
+INVERSE_TEMPERATURES = {
+    settings.CIFAR: {
+        "neuralsort": 0.0625, "softsort": 0.0625, "odd_even": 0.5, "bitonic": 0.5, "splitter_selection": 0.5
+    },
+    settings.KNN: {"neuralsort": 0.0625},
+    "soft_beam": {"neuralsort": 1.0, "softsort": 1.0, "soft_topk": 100.0},
+}  # fmt: skip
 # Losses that sort no scores: published commands give them --m, and their rows have none.
 UNSORTED = (
     "softmax_cross_entropy",
@@ -199,7 +215,7 @@ def split_word(word: str) -> tuple[str, str | None]:
 
 
 def expected_runs(command: str) -> list[dict[str, Any]]:
-    """The runs of a command, one per seed and loss, each with the settings that its flags and the script give."""
+    """The runs of a command, one per seed and loss, each with the settings that its flags and its protocol give."""
     _, script, *_ = shlex.split(command)
     shared = parse_flags(command)
     also = shared.pop("also", [])
@@ -209,11 +225,13 @@ def expected_runs(command: str) -> list[dict[str, Any]]:
         own = parse_flags(text)
         without_loss = {name: value for name, value in shared.items() if not is_of_one_loss(BY_NAME[name])}
         losses.append(without_rate(without_loss, own) | own)
-    defaults = parse_flags(DEFAULTS.get(script, ""))
+    protocol = parse_flags(PROTOCOLS.get(script, ""))
     runs = []
     for seed in seeds:
         for loss in losses:
-            run = without_rate(defaults, loss) | loss | {"seed": seed}
+            run = protocol | loss | {"seed": seed}
+            if script == NEIGHBOURS and "data_path" in run:
+                run["dataset"] = None
             if run["method"] in UNSORTED:
                 run.pop("m", None)
             runs.append(run)
@@ -262,7 +280,7 @@ class RunIndex:
         self.tables: dict[tuple[str, ...], dict[tuple, list[int]]] = {}
 
     def find(self, run: Mapping[str, Any]) -> list[int]:
-        """The numbers of the rows that have all settings of a run, and no optional ones besides."""
+        """The numbers of the rows that have all settings of a run, and in others what the script fills in."""
         names = tuple(name for name in run if is_compared(BY_NAME[name]))
         if names not in self.tables:
             self.tables[names] = self._table(names)
@@ -272,7 +290,7 @@ class RunIndex:
     def _table(self, names: Sequence[str]) -> dict[tuple, list[int]]:
         table: dict[tuple, list[int]] = {}
         for number, values in enumerate(self.values):
-            if not has_other_options(self.rows[number], values, names):
+            if not has_other_settings(self.rows[number], values, names):
                 key = tuple(values[name] for name in names)
                 table.setdefault(key, []).append(number)
         return table
@@ -286,14 +304,56 @@ def values_of(row: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def has_other_options(row: Mapping[str, str], values: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether a row has a setting that its run is without unless the flag is given."""
+def has_other_settings(row: Mapping[str, str], values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a row has a setting that its run has not unless the flag is given; an empty cell is no setting."""
     script = settings.script_of(row)
-    for setting in settings.SETTINGS:
-        is_option = script in setting.optional and setting.name not in names
-        if is_option and values.get(setting.name) is not None:
+    named = {*names, "seed"}  # who gives no seed asks for the runs of all
+    if "lr" in named or "nloglr" in named:
+        named |= {"lr", "nloglr"}  # one follows from the other
+    for name in values.keys() - named:
+        is_given = BY_NAME[name].flag and row.get(name, "") != ""
+        if is_given and values[name] not in filled_in(script, name, values):
             return True
     return False
+
+
+def filled_in(script: str, name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a script may fill in for a setting of a run without the flag. values: of the run's row."""
+    if script == settings.HEADS and name in BY_NUMBER_OF_ROWS:
+        return (values[name],)
+    if name == "m":
+        return SCORES.get(script, ())
+    if name == "max_letters":
+        return (MAX_LETTERS.get(values["dataset"]),)
+    if name == "model" and script == settings.KNN:
+        return (EMBEDDERS.get(values["dataset"], "preact_resnet18"),)
+    if name in ("p_k", "inverse_temperature"):
+        return (filled_in_by_loss(script, name, values),)
+    return (defaults_of(script).get(name),)
+
+
+@cache
+def defaults_of(script: str) -> Mapping[str, Any]:
+    return {name: comparable(value) for name, value in parse_flags(DEFAULTS[script]).items()}
+
+
+def filled_in_by_loss(script: str, name: str, values: Mapping[str, Any]) -> Any:
+    """P_K or the inverse temperature of a run without the flag; whatever its row has of a loss that is not known."""
+    from topk_losses import METHODS  # loads PyTorch, which rows that name both need not
+
+    method = values["method"]
+    if method not in METHODS:
+        return values[name]
+    if name == "inverse_temperature":
+        own = INVERSE_TEMPERATURES.get(values["arm"] or script, {})
+        return own.get(method, METHODS[method].inverse_temperature)
+    if values["arm"] == "retain":
+        weights = [0.0] * int(values["beam_size"])
+        weights[0] += 0.5
+        weights[-1] += 0.5
+        return tuple(weights)
+    p_ks = {"top-1": (1.0, 0.0, 0.0, 0.0, 0.0), "one k": (0.0, 0.0, 0.0, 0.0, 1.0)}
+    return p_ks.get(METHODS[method].takes, (0.2,) * 5)
 
 
 def command_of(row: Mapping[str, str]) -> str:

@@ -1,18 +1,23 @@
 """Commands of studies are commands of their scripts; rows are found by the settings that a command gives."""
 
 import shlex
+from pathlib import Path
 
 import pytest
+import torch
 
+from data.embeddings import Embeddings
+from data.splits import Split
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.common import settings
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows
-from experiments.common.settings import BY_FLAG, Setting
+from experiments.common.settings import BY_FLAG, BY_NAME, Setting
+from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from studies import runs
 from studies.catalog import DESIGNS, LISTED, STUDIES
-from studies.runs import DEFAULTS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
+from studies.runs import PROTOCOLS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
 from topk_losses import METHODS, RELAXATIONS
 
 PARSE = {
@@ -75,18 +80,70 @@ def test_every_command_is_one_of_its_script_with_the_runs_that_are_expected(name
             assert run.get("lr") == loss.lr or run.get("nloglr") == getattr(loss, "nloglr", None)
 
 
-@pytest.mark.parametrize("script", DEFAULTS)
-def test_defaults_are_those_of_the_script(script):
-    required = {runs.NEIGHBOURS: [], runs.BEAM_SEARCH: ["--arm", "cross_entropy"]}
-    given = ["--method", "softmax_cross_entropy", *required.get(script, [])]
-    bare = PARSE[script](given)
-    written = PARSE[script]([*given, *DEFAULTS[script].split()])
-    nloglr = {"nloglr"} & set(vars(bare))  # filled in where the learning rate is computed
-    filled = {"n_epochs", "batch_size", "dataset", "model", "max_letters"}  # filled in later, by the data
-    for name, value in parse_flags(DEFAULTS[script]).items():
-        if getattr(bare, name) is None and name in nloglr | filled:
+def config_of(script: str, words: list[str], num_rows: int = 2000) -> dict:
+    """Every setting of a run, as its script fills it in; of linear classifiers on rows of 100 classes."""
+    args = PARSE[script](words)
+    if script == runs.CIFAR100:
+        return train_cifar100.configuration(args, 0)
+    if script == runs.NEIGHBOURS:
+        return train_knn.configuration(args, 0)
+    if script == runs.BEAM_SEARCH:
+        return train_beam_search.configuration(args, 0)
+    protocol = {runs.IMAGENET: IMAGENET_1K, runs.IMAGENET_21K: IMAGENET_21K}[script]
+    labels = torch.zeros(num_rows, dtype=torch.long)
+    data = Embeddings(Path("heads.pt"), {"train": Split(labels.unsqueeze(1), labels)}, 100, {})
+    rows = finetune_imagenet.choose_rows(data, args, protocol)
+    return finetune_imagenet.configuration(args, 0, protocol, finetune_imagenet.Source(data, rows, {}))
+
+
+@pytest.mark.parametrize("script", PROTOCOLS)
+def test_the_protocols_are_those_of_the_scripts_with_a_million_rows(script):
+    config = config_of(script, ["--method", "softmax_cross_entropy"], num_rows=1_200_000)
+    protocol = parse_flags(PROTOCOLS[script])
+    assert {name: config[name] for name in protocol} == protocol
+
+
+def losses_of(script: str) -> list[str]:
+    """Flags of a script with each method, and of what else its defaults depend on."""
+    if script == runs.BEAM_SEARCH:
+        lines = ["--arm cross_entropy --method softmax_cross_entropy --dataset reversal"]
+        for method in RELAXATIONS:
+            lines += [f"--arm {arm} --method {method}" for arm in ("retain", "soft_beam")]
+        return [*lines, *(f"--arm retain --method softsort --beam_size {size}" for size in (1, 3))]
+    if script == runs.NEIGHBOURS:
+        lines = [f"--method {method}" for method in (*RELAXATIONS, "inputs", "pca", "softmax_cross_entropy")]
+        return [*lines, *(f"--method softsort {data}" for data in ("-d a.pt", "--dataset digits", "--dataset cifar10"))]
+    lines = [f"--method {method}" for method in METHODS]
+    return [*lines, "--method splitter_selection --distribution cauchy", "--method lapsum --nloglr 2.5"]
+
+
+COMMANDS = [f"{script} {loss}" for script in PARSE for loss in losses_of(script)]
+OTHERS = {settings.boolean: "true", settings.floats: "0.7 0.3", int: "7", float: "0.7", settings.integers: "7"}
+OTHERS[settings.number_or_text] = "0.7"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_row_is_that_of_a_command_whose_flags_and_defaults_it_has(command):
+    """Not with another value of any setting that a flag gives; an empty cell of an older row may be the default."""
+    script, *words = command.split()
+    row = {name: settings.cell(value) for name, value in settings.columns(config_of(script, words)).items()}
+    (run,) = expected_runs(f"{runs.PYTHON} {command}")
+    run = {name: value for name, value in run.items() if name not in parse_flags(PROTOCOLS.get(script, ""))}
+    assert RunIndex([row]).find(run) == [0]
+    left_out = {"data_path"}
+    if script in PROTOCOLS:
+        left_out |= {"batch_size", "n_epochs", "lr", "nloglr", "num_valid"}
+    if "--nloglr" in words:
+        left_out.add("lr")
+    if run["method"] not in METHODS:
+        left_out.add("inverse_temperature")  # as of a loss that is registered elsewhere
+    for name in row.keys() & BY_NAME.keys() - left_out:
+        setting = BY_NAME[name]
+        if not setting.flag or not runs.is_compared(setting):
             continue
-        assert settings.cell(getattr(bare, name)) == settings.cell(getattr(written, name)) == settings.cell(value)
+        assert RunIndex([row | {name: OTHERS.get(setting.kind, "other")}]).find(run) == [], name
+        if name not in run and name not in ("dataset", "beam_size"):  # on which other defaults depend
+            assert RunIndex([row | {name: ""}]).find(run) == [0], name
 
 
 # A value of each flag of a linear classifier that its default is not, and a method that takes it where most do not.
@@ -149,7 +206,7 @@ def test_the_command_that_repeats_a_row_finds_it_and_no_other(file):
 def test_a_row_with_an_optional_setting_is_not_the_run_without_it():
     rows = read_rows(REPOSITORY / "heads_trials.csv")
     index = RunIndex(rows)
-    run = parse_flags("--method softmax_cross_entropy --p_k 1 --lr 0.0005 --n_epochs 5")
+    run = parse_flags("--method softmax_cross_entropy --p_k 1 --lr 0.0005 --n_epochs 5 --eval_freq 100000")
     found = [rows[number] for number in index.find(run)]
     assert [(row["label_smoothing"], row["weight_decay"]) for row in found] == [("", "")]
     smoothed = [rows[number] for number in index.find(run | {"label_smoothing": 0.1})]
