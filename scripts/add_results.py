@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.common import door, settings
 from experiments.common.paths import REPOSITORY, ROOT, portable
-from experiments.common.rows import read_rows, write_rows
+from experiments.common.rows import locked, read_rows, write_rows
 
 Row = dict[str, str]
 
@@ -49,7 +49,7 @@ def problem(row: Row, known: dict[str, Row]) -> str:
     if not is_in_history(row["git_commit"]):
         return f"its commit {row['git_commit']} is not in the history"
     if row["run_id"] in known:
-        return "the repository has a row of that name with other cells"
+        return "the repository, or an earlier line, has a row of that name with other cells"
     return ""
 
 
@@ -82,26 +82,37 @@ def add(path: Path, only_check: bool) -> str:
     target = target_of(path)
     if target.resolve() == path.resolve():
         raise ValueError(f"{path} holds the repository's rows already: name a file of results/")
-    committed = read_rows(target)
+    if only_check:
+        committed = read_rows(target)
+        rows = new_rows(path, committed)
+        return f"{len(rows)} rows could be added to {portable(target)}, {len(committed)} were there"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        committed = read_rows(target)
+        rows = new_rows(path, committed)
+        if rows:
+            write_rows(target, [*committed, *rows])
+    return f"{len(rows)} rows added to {portable(target)}, {len(committed)} were there"
+
+
+def new_rows(path: Path, committed: list[Row]) -> list[Row]:
+    """The rows of a file that are not committed, each once. Raises ValueError where one is refused."""
     known = {row["run_id"]: row for row in committed}
     rows = []
     refused = 0
     for row in read_rows(path):
         if row["run_id"] in known and filled(known[row["run_id"]]) == filled(row):
             continue  # it is there already
+        rows.append(row)
         reason = problem(row, known)
         if reason:
             print(f"refused: {row['run_id']}: {reason}")
             refused += 1
-        rows.append(row)
+            continue
+        known[row["run_id"]] = row
     if refused:
         raise ValueError(f"{refused} of {len(rows)} rows are refused, and nothing is written")
-    verb = "could be added"
-    if rows and not only_check:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(target, [*committed, *rows])
-        verb = "added"
-    return f"{len(rows)} rows {verb} to {portable(target)}, {len(committed)} were there"
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,10 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-from filelock import FileLock
-
 from experiments.common import door, settings
-from experiments.common.rows import read_rows, write_rows
+from experiments.common.rows import locked, read_rows, write_rows
 
 Row = dict[str, str]
 IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]
@@ -75,7 +73,7 @@ def gather(results: Path, runs: Path) -> str:
     if not found:
         raise ValueError(f"{runs} holds no run that writes to {results.name}; name its folder by --runs")
     output = results.with_stem(f"{results.stem}_epochs")
-    with FileLock(output.with_name(f".{output.name}.lock")):
+    with locked(output):
         longest: dict[str, list[Row]] = {}
         for rows in sorted([*found, *by_run(read_rows(output))], key=len):  # of equals the known one stays
             longest[rows[0]["run_id"]] = rows

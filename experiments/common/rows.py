@@ -2,9 +2,12 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from experiments.common.files import replace_file
 from experiments.common.settings import SETTINGS, cell
@@ -55,6 +58,18 @@ def check_cells(row: Mapping[str, str], where: str) -> None:
             setting.parse(row.get(setting.name, ""))
         except ValueError as error:
             raise ValueError(f"{where}: {error}; restore the file as it was written") from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[Path]:
+    """Let no other process add rows to a results file while they are read and written; the target of a link."""
+    file = path.resolve()  # which another command may name
+    with FileLock(f"{file}.lock"):
+        # Over NFS, a new file in the folder refreshes this machine's cache of the others.
+        fresh = file.with_name(f"{file.name}.tmp")
+        fresh.touch()
+        fresh.unlink()
+        yield file
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

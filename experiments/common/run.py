@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import nn
 
 from data.torch_file import load_torch_file, reason
@@ -31,7 +30,7 @@ from experiments.common import provenance, settings
 from experiments.common.files import check_replaceable, lock_folder, replace_file
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
-from experiments.common.rows import read_rows, write_rows
+from experiments.common.rows import locked, read_rows, write_rows
 from experiments.common.torch_files import save_torch_file
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
@@ -231,10 +230,7 @@ class Run:
         row |= self.machine
         row |= self.info
         row["finished_utc"] = provenance.utc_now()
-        file = self.results.resolve()  # of a link its target, which another command may name
-        with FileLock(f"{file}.lock"):
-            # Over NFS, a new file in the folder refreshes this machine's cache of the others.
-            file.with_name(f"{file.name}.tmp").touch()
+        with locked(self.results) as file:
             others = [old for old in read_rows(file) if old["run_id"] != self.name]
             write_rows(file, [*others, row])
         self.release()

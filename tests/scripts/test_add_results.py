@@ -4,9 +4,11 @@ import shutil
 import subprocess
 
 import pytest
+from filelock import FileLock, Timeout
 
 from experiments.common.paths import REPOSITORY, ROOT
 from experiments.common.rows import read_rows, write_rows
+from reporting.frames import read_runs
 from scripts import add_results
 
 FILES = sorted(path.name for path in REPOSITORY.glob("*.csv") if not path.stem.endswith("_epochs"))
@@ -36,7 +38,7 @@ def test_new_rows_are_added_once(place, capsys):
     assert add_results.main([str(own)]) == 0
     assert len(read_rows(target)) == 15
     assert add_results.main([str(own)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows could be added")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows added")
     assert len(read_rows(target)) == 15
 
 
@@ -68,6 +70,45 @@ def test_a_name_that_the_repository_has_with_other_cells_is_refused(place, capsy
     with pytest.raises(ValueError, match="1 of 6 rows"):
         add_results.main([str(own)])
     assert "has a row of that name with other cells" in capsys.readouterr().out
+
+
+def test_a_line_that_stands_twice_in_a_file_is_added_once(place):
+    own, target = place
+    rows = read_rows(own)
+    write_rows(own, [*rows, *rows])
+    add_results.main([str(own)])
+    assert len(read_rows(target)) == len(read_runs(target)) == 15
+
+
+def test_two_lines_of_one_name_with_different_cells_are_refused(place, capsys):
+    own, target = place
+    before = target.read_bytes()
+    rows = read_rows(own)
+    write_rows(own, [*rows, rows[-1] | {"test_top1": "0.99"}])
+    with pytest.raises(ValueError, match="1 of 6 rows"):
+        add_results.main([str(own)])
+    assert "has a row of that name with other cells" in capsys.readouterr().out
+    assert target.read_bytes() == before
+
+
+def test_no_other_call_and_no_run_adds_rows_from_the_reading_to_the_writing(place, monkeypatch):
+    own, target = place
+    held = []
+
+    def while_locked(function):
+        def call(path, *rows):
+            if path == target:
+                with pytest.raises(Timeout):  # the lock of Run.record, too
+                    FileLock(f"{target}.lock").acquire(timeout=0)
+                held.append(function.__name__)
+            return function(path, *rows)
+
+        return call
+
+    for function in (read_rows, write_rows):
+        monkeypatch.setattr(add_results, function.__name__, while_locked(function))
+    add_results.main([str(own)])
+    assert held == ["read_rows", "write_rows"]
 
 
 @pytest.mark.parametrize("file", FILES)
