@@ -270,6 +270,22 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
     return order[num_valid:].sort().values, order[:num_valid].sort().values
 
 
+def check_right_rows(embeddings: Embeddings, valid: Tensor) -> None:
+    """Raise ValueError if a file has wrong labels at rows (valid,) of train that validate.
+
+    Its info says where train has right labels: right_rows, the arguments num_valid and seed of split_rows.
+    """
+    right = embeddings.info.get("right_rows")
+    if right is None:
+        return
+    expected = split_rows(len(embeddings["train"]), right["num_valid"], right["seed"])[1]
+    if not torch.equal(valid, expected):
+        raise ValueError(
+            f"{embeddings.path} has right labels at the rows that validate with --num_valid {right['num_valid']} "
+            f"--split_seed {right['seed']} of all rows, and wrong ones among those that would validate here"
+        )
+
+
 def limited_rows(num_rows: int, limit_train: int | None, seed: int) -> Tensor:
     """All rows, or a random limit_train of them, ascending. Raises ValueError if there are fewer."""
     if limit_train is None or limit_train == num_rows:

@@ -7,10 +7,11 @@ sets. Pixels are normalised as in the published code: not at all for MNIST. Digi
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
 from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, load_complete
-from data.embeddings import Embeddings, check_rows, limited_rows, split_rows
+from data.embeddings import Embeddings, check_right_rows, check_rows, limited_rows, split_rows
 from data.splits import Dataset, Split
 from data.torchvision_sets import load_or_download
 
@@ -34,11 +35,12 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
         train, test = (_mnist_split(part) for part in parts)
     else:
         train, test = (_first_channels(part, len(means)) for part in load_complete(name, data_dir))
-    train, valid = divide(train, valid_share, seed, limit_train)
+    learn, valid = divide(len(train), valid_share, seed, limit_train)
+    train_split = chosen(train, learn)
     mean = torch.tensor(means).view(-1, 1, 1)
     std = torch.tensor(stds).view(-1, 1, 1)
-    num_classes = 1 + int(train.labels.max())
-    return Dataset(num_classes, train, valid, test, scale=1 / (255 * std), shift=-mean / std)
+    num_classes = 1 + int(train_split.labels.max())
+    return Dataset(num_classes, train_split, chosen(train, valid), test, scale=1 / (255 * std), shift=-mean / std)
 
 
 def _mnist_split(part: MNIST) -> Split:
@@ -57,17 +59,24 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
     valid_share = 1 / 10
     if "valid" in embeddings.splits:
         valid_share = 0
-    train, valid = divide(embeddings["train"], valid_share, seed, limit_train)
-    return Dataset(embeddings.num_classes, train, embeddings.splits.get("valid", valid), embeddings["test"])
+    train = embeddings["train"]
+    learn, valid = divide(len(train), valid_share, seed, limit_train)
+    if "valid" in embeddings.splits:
+        valid_split = embeddings["valid"]
+    else:
+        check_right_rows(embeddings, valid)
+        valid_split = chosen(train, valid)
+    return Dataset(embeddings.num_classes, chosen(train, learn), valid_split, embeddings["test"])
 
 
-def divide(train: Split, valid_share: float, seed: int, limit_train: int | None) -> tuple[Split, Split]:
-    """Divide the samples at random into those that train and those that validate."""
-    rows = limited_rows(len(train), limit_train, seed)
-    learn = rows
-    valid = rows[:0]
-    if valid_share:
-        positions, valid_positions = split_rows(len(rows), round(len(rows) * valid_share), seed)
-        learn = rows[positions]
-        valid = rows[valid_positions]
-    return Split(train.inputs[learn], train.labels[learn]), Split(train.inputs[valid], train.labels[valid])
+def divide(num_rows: int, valid_share: float, seed: int, limit_train: int | None) -> tuple[Tensor, Tensor]:
+    """Divide rows at random into those that train and those that validate."""
+    rows = limited_rows(num_rows, limit_train, seed)
+    if not valid_share:
+        return rows, rows[:0]
+    learn, valid = split_rows(len(rows), round(len(rows) * valid_share), seed)
+    return rows[learn], rows[valid]
+
+
+def chosen(split: Split, rows: Tensor) -> Split:
+    return Split(split.inputs[rows], split.labels[rows])

@@ -83,6 +83,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.dataset is None) == (args.train_dir is None and args.test_dir is None):
         parser.error("the images are given by --dataset, or by --train_dir and --test_dir or one of them")
+    if args.checkpoint is not None and "weights" in flags.given(parser, argv, args):
+        parser.error("--weights is of --backbone: the network of --checkpoint has those of its run")
     return args
 
 
@@ -93,13 +95,15 @@ def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
     folder = args.checkpoint
     if folder.is_file():
         folder = folder.parent
-    weights = load_checkpoint(folder)["model"]
+    saved = load_checkpoint(folder)
+    weights = saved["model"]
     try:
         trained = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is damaged ({error}): repeat the run with --force") from None
     if "fc.weight" not in weights or "model" not in trained:
         raise ValueError(f"{folder} is not a run of train_cifar100.py")
+    trained["epochs_done"] = saved["history"][-1]["epoch"]
     return cifar_backbone(trained, weights, args.resolution), trained
 
 
@@ -151,7 +155,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     backbone, trained = open_backbone(args)
     splits = open_splits(args, backbone, trained)
     if processes.is_first:
-        print_notes(splits)
+        print_notes(splits, args.checkpoint, trained)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
     digest = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()
     parts = Path(f"{args.output}.parts")
@@ -169,7 +173,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     processes.sum(torch.zeros(1))  # wait for the other processes
 
     if processes.is_first:
-        info = describe(args, backbone, splits)
+        info = describe(args, backbone, splits) | training_of(trained)
         info["digest"] = digest
         save_torch_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
         lock.release()
@@ -178,10 +182,15 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
 
 
-def print_notes(splits: Mapping[str, Images]) -> None:
+def print_notes(splits: Mapping[str, Images], checkpoint: Path | None, trained: Mapping[str, Any]) -> None:
+    notes = []
     for split in splits.values():
-        for note in split.notes:
-            print(f"note: {note}", file=sys.stderr)
+        notes += split.notes
+    if trained and trained["epochs_done"] < trained["n_epochs"]:
+        epochs = f"{trained['epochs_done']} of its {trained['n_epochs']} epochs"
+        notes.append(f"the run of {checkpoint} has done {epochs}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def is_made(output: Path, digest: str) -> bool:
@@ -212,6 +221,13 @@ def describe(args: argparse.Namespace, backbone: Backbone, splits: Mapping[str, 
         "num_classes": num_classes,
         "shard_rows": args.shard_rows,
     }
+
+
+def training_of(trained: Mapping[str, Any]) -> dict[str, Any]:
+    """How long the network of a run was trained; {} for a backbone."""
+    if not trained:
+        return {}
+    return {"epochs_done": trained["epochs_done"], "n_epochs": trained["n_epochs"]}
 
 
 def make_shards(

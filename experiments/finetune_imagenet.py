@@ -35,6 +35,7 @@ from data.embeddings import (
     SPLITS,
     Embeddings,
     batches,
+    check_right_rows,
     check_rows,
     limited_rows,
     load_embeddings,
@@ -194,6 +195,7 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
         learn, valid = split_rows(len(train), num_valid, args.split_seed)
         rows["train"] = train[learn]
         rows["valid"] = train[valid]
+        check_right_rows(data, rows["valid"])
     return {name: rows[name] for name in SPLITS if name in rows}
 
 
@@ -324,7 +326,7 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
         for diverged in train_epoch(group, shared):
             training.remove(diverged)
             diverged.run.release()
-    columns = {"num_classes": source.data.num_classes, "processes": processes.count}
+    columns = {"num_classes": source.data.num_classes}
     for name, count in source.counts.items():
         columns[f"{name}_images"] = count
     for classifier in training:
@@ -352,7 +354,7 @@ def build_classifier(config: dict[str, Any], run: Run, source: Source) -> Classi
     optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=config["weight_decay"], fused=True)
     run.resume(model=model, optimizer=optimizer, loss=loss_fn)
     network: nn.Module = model
-    if config["compile"] and device.type == "cuda":  # on a CPU LastLinear is faster without torch.compile
+    if config["compile"]:
         network = torch.compile(model)
     return Classifier(config, run, model, network, objective, optimizer, run.done)
 
@@ -551,6 +553,8 @@ def sums_over(name: str, group: Sequence[Classifier], shared: Pass) -> Tensor:
 def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int:
     args = parse_arguments(argv, protocol)
     processes = Processes(args.device, args.threads)
+    if args.compile and processes.device.type != "cuda":
+        raise ValueError("--compile: on a CPU linear classifiers are faster as they are; leave it out")
     check_losses(args, protocol, processes)
     source = open_source(args, protocol, processes)
     counts = ", ".join(f"{count} {name}" for name, count in source.counts.items())

@@ -20,7 +20,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -111,7 +111,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.max_letters is None:
         args.max_letters = MAX_LETTERS[args.dataset]
-    problem = misuse(args)
+    problem = misuse(args) or misplaced(args.arm, flags.given(parser, argv, args))
     if problem:
         parser.error(problem)
     if args.arm == "retain" and args.p_k is None:
@@ -130,8 +130,18 @@ def misuse(args: argparse.Namespace) -> str:
         return f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}"
     if isinstance(args.inverse_temperature, str):
         return "--inverse_temperature must be a number: candidates are no logits, and do not grow as they do"
-    if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
-        return "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone"
+    return ""
+
+
+def misplaced(arm: str, given: Collection[str]) -> str:
+    """Say which flag that is given does nothing for the arm; "" if none."""
+    for name in ("p_k", "m", "top1_mode"):
+        if name in given and arm == "soft_beam":
+            return f"--{name} shapes a loss, and soft_beam uses the operator alone"
+        if name in given and arm == "cross_entropy":
+            return f"--{name} is of --arm retain: the control has cross-entropy alone"
+    if "nll_weight" in given and arm == "cross_entropy":
+        return "--nll_weight is of retain and soft_beam: the control has cross-entropy alone"
     return ""
 
 
@@ -212,6 +222,7 @@ def train(config: dict[str, Any], processes: Processes) -> None:
     model = EncoderDecoder(words.num_letters, len(words.symbols), config["hidden_dim"]).to(device)
     fit(pretraining, Phase(config, model, words, None, 0, config["pretrain_updates"], config["pretrain_lr"]))
     pretraining.release()
+    run.builds_on(pretraining)
     fit(run, Phase(config, model, words, arm_loss, config["pretrain_updates"], config["n_updates"], config["lr"]))
 
     started = time.perf_counter()

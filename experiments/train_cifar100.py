@@ -183,7 +183,7 @@ def train(config: dict[str, Any], processes: Processes) -> None:
         entry |= evaluate(training)
         entry |= training.objective.temperature()
         run.save(entry, last=epoch == config["n_epochs"], message=f"epoch {epoch}/{config['n_epochs']}")
-    run.record({"num_classes": data.num_classes, "processes": processes.count} | data.counts())
+    run.record({"num_classes": data.num_classes} | data.counts())
 
 
 def train_epoch(epoch: int, training: Training) -> dict[str, float]:

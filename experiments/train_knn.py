@@ -20,7 +20,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # tau 16 in the published code; o
 MODELS = {"mnist": "cnn", "digits": "cnn"}  # the other images: preact_resnet18
 # Columns that are empty for baselines, and for those that are not trained.
 RELAXED_COLUMNS = (*OPERATOR_SETTINGS, "loss", "sorted", "num_candidates", "self_match")
+SCHEDULE = ("precision", "n_epochs", "batch_size")  # a list of runs gives the same one to all, trained or not
 NETWORK_COLUMNS = ("model", "dim", "hidden_dims", "precision")
 TRAINING_COLUMNS = (*NETWORK_COLUMNS, "n_epochs", "batch_size", "lr", "nloglr", "weight_decay")
 
@@ -90,10 +91,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dataset is None and args.data_path is None:
         args.dataset = "mnist"
-    problem = misuse(args)
+    problem = misuse(args) or misplaced(args.method, flags.given(parser, argv, args))
     if problem:
         parser.error(problem)
     return args
+
+
+def misplaced(method: str, given: Collection[str]) -> str:
+    """Say which flag that is given does nothing for the method; "" if none."""
+    if method in RELAXATIONS:
+        return ""
+    for name in RELAXED_COLUMNS:
+        if name in given:
+            return f"--{name} is of a relaxed top-k, not of --method {method}"
+    if method in UNTRAINED:
+        for name in (*TRAINING_COLUMNS, "compile"):
+            if name in given and name not in SCHEDULE:
+                return f"--{name} is of what is trained, and --method {method} is not"
+    return ""
 
 
 def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,17 +140,13 @@ def misuse(args: argparse.Namespace) -> str:
     """Say which flags exclude one another; "" if none do."""
     if args.dataset is not None and args.data_path is not None:
         return "the points are given by --dataset or by -d"
-    if args.method not in RELAXATIONS:
-        for name in OPERATOR_SETTINGS:
-            if getattr(args, name) is not None:
-                return f"--{name} is of a relaxed top-k, not of --method {args.method}"
     if args.prediction == "network" and args.method != CROSS_ENTROPY:
         return f"--prediction network is of {CROSS_ENTROPY} alone, got --method {args.method}"
     if args.sorted and args.method != "soft_topk":
         return f"--sorted is of soft_topk alone, got --method {args.method}"
     if args.method in RELAXATIONS and args.k >= args.num_candidates:  # one candidate may be the query itself
         return f"--k must be below --num_candidates, got {args.k} and {args.num_candidates}"
-    if args.dim and default_model(args) not in ("linear", "mlp") and args.method not in UNTRAINED:
+    if args.dim and default_model(args) not in ("linear", "mlp"):
         return f"--dim is of linear and mlp, not of --model {default_model(args)}"
     return ""
 

@@ -5,11 +5,12 @@
     python scripts/relabel.py heads.pt --human CIFAR-100_human.pt --noisy_valid --output heads_human.pt
     python scripts/relabel.py cifar100.pt --num_classes 1000 --output cifar100_of_1000.pt
 
-Labels that validate stay right without --noisy_valid. With it they are wrong as those that train, and the new file has
-one more split, clean: the rows of valid with correct labels. Two matrices T for forward correction lie beside the new
-file: NAME_true.pt, of the noise itself (human labels: their shares among all training labels of a class), and
-NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or each in ten, by which of
-ten random directions a row lies furthest along from the mean of its class.
+Labels that validate stay right without --noisy_valid: those of valid, or of --num_valid rows that split seed 0 chooses.
+Runs that would validate on other rows of the new file are refused. With --noisy_valid they are wrong as those that
+train, and the new file has one more split, clean: the rows of valid with correct labels. Two matrices T for forward
+correction lie beside the new file: NAME_true.pt, of the noise itself (human labels: their shares among all training
+labels of a class), and NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or
+each in ten, by which of ten random directions a row lies furthest along from the mean of its class.
 """
 
 import argparse
@@ -25,10 +26,12 @@ from torch import Tensor
 from data.embeddings import Embeddings, load_embeddings, split_rows
 from data.label_noise import human_labels, noisy_labels
 from data.torch_file import load_torch_file
-from experiments.common import door
+from experiments.common import door, flags
 from experiments.common.torch_files import save_torch_file
 
+OF_NOISE = ("among", "draw", "noisy_valid", "num_valid")  # flags of wrong labels
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
+SPLIT_SEED = 0  # of the rows that validate
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
 
 
@@ -75,6 +78,13 @@ def kind_of_labels(args: argparse.Namespace) -> str:
     return "right"
 
 
+def right_rows(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
+    """Where train keeps its right labels, for check_right_rows; {} where all of them are wrong alike, or right."""
+    if args.noisy_valid or "valid" in data.splits or kind_of_labels(args) == "right":
+        return {}
+    return {"right_rows": {"num_valid": args.num_valid, "seed": SPLIT_SEED}}
+
+
 def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     """The parts of a file that wrong labels change; write the two matrices beside it."""
     embeddings = data["train"].inputs
@@ -84,7 +94,7 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     learn = every
     valid = every
     if "valid" not in data.splits:
-        learn, valid = split_rows(len(train), args.num_valid, seed=0)
+        learn, valid = split_rows(len(train), args.num_valid, SPLIT_SEED)
     rows = learn
     if args.noisy_valid:
         rows = every
@@ -99,6 +109,7 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
         "source": source_of(args, data),
         "matrices": digest_of(list(matrices.values())),
     }
+    info |= right_rows(args, data)
     changed = {"info": info, "train_labels": noisy}
     if args.noisy_valid:
         for name, chosen, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
@@ -110,9 +121,10 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
 def with_classes(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     """The labels of all splits with ten classes in one, or each class in ten."""
     train = data["train"].inputs.float()
+    labels = data["train"].labels
     centers = torch.zeros(data.num_classes, data.dim)  # (classes, dim)
-    for index in range(data.num_classes):
-        centers[index] = train[data["train"].labels == index].mean(0)
+    for index in labels.unique().tolist():
+        centers[index] = train[labels == index].mean(0)
     directions = torch.randn(train.shape[1], 10, generator=torch.Generator().manual_seed(0))  # (dim, 10)
     changed: dict[str, Any] = {"info": data.info | {"num_classes": args.num_classes}}
     for name, split in data.splits.items():
@@ -155,10 +167,12 @@ def is_written(words: Sequence[str]) -> bool:
     if not all(path.is_file() for path in (args.output, *matrix_files(args.output).values())):
         return False
     info = load_embeddings(args.output).info
+    data = load_embeddings(args.data)
     matrices = [load_torch_file(path, "a torch file of a matrix") for path in matrix_files(args.output).values()]
     return (
         info.get("labels") == kind_of_labels(args)
-        and info.get("source") == source_of(args, load_embeddings(args.data))
+        and info.get("source") == source_of(args, data)
+        and info.get("right_rows") == right_rows(args, data).get("right_rows")
         and info.get("matrices") == digest_of(matrices)
     )
 
@@ -169,15 +183,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--label_noise", type=float, help="probability that a training label becomes a random one")
     what.add_argument("--human", type=Path, metavar="FILE", help="labels by people: CIFAR-100_human.pt of CIFAR-100N")
-    what.add_argument("--num_classes", type=int, help="number of classes: a tenth, or ten times as many")
-    parser.add_argument("--among", type=int, default=5, help="consecutive class ids to draw from (default: 5)")
+    what.add_argument("--num_classes", type=flags.positive_int, help="number of classes: a tenth, or ten times as many")
+    parser.add_argument(
+        "--among", type=flags.positive_int, default=5, help="consecutive class ids to draw from (default: 5)"
+    )
     parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
     parser.add_argument("--noisy_valid", action="store_true", help="give the rows that validate wrong labels, too")
     parser.add_argument(
-        "--num_valid", type=int, default=5000, help="training rows that validate if no others do (default: 5000)"
+        "--num_valid",
+        type=flags.positive_int,
+        default=5000,
+        help="training rows that validate if no others do (default: 5000)",
     )
     parser.add_argument("--output", type=Path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
+    for name in sorted(flags.given(parser, argv, args) & {*OF_NOISE}):
+        if args.num_classes is not None:
+            parser.error(f"--{name} is of --label_noise and --human, and --num_classes makes no label wrong")
+        if args.human is not None and name == "among":
+            parser.error("--among is of --label_noise: labels by people are not drawn")
     if not args.data.is_file():
         parser.error(f"there is no file {args.data}")
     inputs = [file.resolve() for file in (args.data, args.human) if file is not None]
@@ -191,8 +215,10 @@ def check(args: argparse.Namespace, data: Embeddings) -> None:
     """Raise ValueError for flags that do not fit the file."""
     classes = data.num_classes
     if args.num_classes is not None:
-        if args.num_classes not in (classes // 10, 10 * classes):
+        if args.num_classes not in (classes / 10, 10 * classes):
             raise ValueError(f"--num_classes must be a tenth of {classes}, or ten times as many")
+        if args.num_classes > classes:
+            check_centers(data)
         return
     if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
         raise ValueError(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
@@ -203,6 +229,17 @@ def check(args: argparse.Namespace, data: Embeddings) -> None:
         raise ValueError(
             f"--noisy_valid: {args.data} has rows that validate, which are not drawn from those that train"
         )
+
+
+def check_centers(data: Embeddings) -> None:
+    """Raise ValueError for a class that a split has and train has not: no mean divides its rows in ten."""
+    for name, split in data.splits.items():
+        absent = split.labels[~torch.isin(split.labels, data["train"].labels)]
+        if len(absent):
+            raise ValueError(
+                f"{name} has rows of class {int(absent[0])} and train has none: the mean of a class in train divides "
+                "its rows in ten"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

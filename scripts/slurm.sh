@@ -11,7 +11,7 @@ if [ "${1:-}" = --task ]; then  # a task of the array; whether an array's variab
   echo "\$ $command"
   queued_again=
   trap 'queued_again=yes; scontrol requeue "$SLURM_JOB_ID"' USR1
-  eval "$command &"
+  bash -euo pipefail -c "$command" &  # which may end in a comment
   status=0
   wait $! || status=$?
   [ -n "$queued_again" ] || echo "=== exit status $status"

@@ -1,5 +1,6 @@
 """The loss of any method by its name."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsIndex
 
@@ -51,6 +52,7 @@ def make_loss(
     method = resolve_method(method)
     resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
     given: dict[str, Setting] = dict(settings)
+    warn_if_incomplete(method, given)
     loss = METHODS[method].loss
     if loss is not None:
         if inverse_temperature is not None:
@@ -69,6 +71,14 @@ def make_loss(
         top1_mode=top1_mode or "sm",
         **given,
     )
+
+
+def warn_if_incomplete(method: str, settings: Mapping[str, Setting]) -> None:
+    """Warn where a method lacks the argument that its name promises."""
+    expected = METHODS[method].expects
+    if expected and settings.get(expected) is None:
+        message = f"{method} without {expected} treats all classes alike: give {expected}"
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def make_loss_without_operator(

@@ -40,11 +40,13 @@ class Method:
         family: for tables and figures.
         operator: the operator; None for a loss without one.
         loss: the class of a loss without an operator.
+        expects: the argument that the name promises; "" for none.
     """
 
     family: str
     operator: TopKOperator | None = None
     loss: type[ClassificationLoss] | None = None
+    expects: str = ""
 
     @property
     def inverse_temperature(self) -> float | None:
@@ -89,7 +91,7 @@ METHODS: dict[str, Method] = {
     "smooth_hard_topk": Method("losses", loss=SmoothHardTopKLoss),
     "truncated_entropy": Method("losses", loss=TruncatedEntropyLoss),
     "noised_topk": Method("losses", loss=NoisedTopKLoss),
-    "imbalanced_noised_topk": Method("losses", loss=NoisedTopKLoss),  # with class_counts
+    "imbalanced_noised_topk": Method("losses", loss=NoisedTopKLoss, expects="class_counts"),
     "forward_correction": Method("robust", loss=robust.ForwardCorrectionLoss),
     "generalized_cross_entropy": Method("robust", loss=robust.GeneralizedCrossEntropyLoss),
     "symmetric_cross_entropy": Method("robust", loss=robust.SymmetricCrossEntropyLoss),

@@ -3,7 +3,7 @@
 import argparse
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ def make_parser(docstring: str | None) -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def given(parser: ArgumentParser, argv: Sequence[str] | None, args: Namespace) -> set[str]:
+    """The names of the flags that a command line has, whatever their values. args: what the parser makes of it."""
+    unset = object()
+    again = parser.parse_args(argv, Namespace(**dict.fromkeys(vars(args), unset)))
+    return {name for name, value in vars(again).items() if value is not unset}
 
 
 # Argument types.

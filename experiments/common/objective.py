@@ -130,6 +130,8 @@ def build_loss(config: Mapping[str, Any], num_classes: int | None, device: torch
         return build_official_loss(arguments, num_classes, device)
     if schedule.changes:
         arguments["inverse_temperature"] = schedule.start
+    if METHODS[config["method"]].expects == "class_counts":
+        arguments["class_counts"] = torch.ones(num_classes)  # until Objective.count_classes has counted them
     try:
         loss_fn = make_loss(**arguments, num_classes=num_classes)
     except TypeError:
@@ -224,8 +226,8 @@ class Objective:
         self.loss_fn.eval()
 
     def count_classes(self, labels: Tensor, num_classes: int) -> None:
-        """Give imbalanced_noised_topk the number of training labels (N,) in each class, at least 1."""
-        if self.method == "imbalanced_noised_topk":
+        """Give a loss that expects class_counts the number of training labels (N,) in each class, at least 1."""
+        if METHODS[self.method].expects == "class_counts":
             counts = torch.bincount(labels, minlength=num_classes)  # (num_classes,)
             self.loss_fn.class_counts = counts.clamp(min=1)
 

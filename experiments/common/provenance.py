@@ -41,8 +41,13 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def git_commit() -> str:
-    """This checkout's commit, "-dirty" where tracked files outside results/ differ; empty without git."""
+    """This checkout's commit, "-dirty" where tracked files outside results/ differ.
+
+    Empty without git, and within another repository, whose commits do not say what this code was.
+    """
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return ""
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
         commit = git("rev-parse", "HEAD")
     except (OSError, subprocess.CalledProcessError):
@@ -50,6 +55,12 @@ def git_commit() -> str:
     if changed:
         return f"{commit}-dirty"
     return commit
+
+
+def joined(earlier: str, later: str) -> str:
+    """The commits of what was computed by two, a+b, each once; either may be such a text itself."""
+    commits = dict.fromkeys([*earlier.split("+"), *later.split("+")])
+    return "+".join(filter(None, commits))
 
 
 def git(*words: str) -> str:

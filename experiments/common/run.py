@@ -63,10 +63,16 @@ class Run:
             "times_resumed": 0,
             "git_commit": provenance.git_commit(),
         }
-        self.machine = {
-            "device_name": provenance.device_name(processes.device),
-            "torch_version": torch.__version__,
+        # Where the training ran, a list per column: a value of its own for each part that differs from the one before.
+        self.machine: dict[str, list[Any]] = {
+            "device": [self.config["device"]],
+            "threads": [torch.get_num_threads()],
+            "processes": [processes.count],
+            "device_name": [provenance.device_name(processes.device)],
+            "torch_version": [str(torch.__version__)],
         }
+        if "compile" in config:
+            self.machine["compile"] = [config["compile"]]
         self.state: dict[str, Any] = {}
         self.saved_at = 0.0
 
@@ -99,7 +105,7 @@ class Run:
         check_replaceable(self.results)
         config = {"run_id": self.name, "results": self.results.name}
         config |= self.columns
-        config |= self.machine
+        config |= {name: values[-1] for name, values in self.machine.items()}
         config |= self.info
         replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
         if self.processes.device.type == "cuda":
@@ -163,11 +169,23 @@ class Run:
                 f"the checkpoint in {self.folder} is of another version of this code ({reason(error)}): delete that "
                 "folder to start anew"
             ) from None
-        commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
+        commits = provenance.joined(saved["info"]["git_commit"], self.info["git_commit"])
         self.history = saved["history"]
         self.info = saved["info"]
         self.info["times_resumed"] += 1
-        self.info["git_commit"] = "+".join(filter(None, commits))
+        self.info["git_commit"] = commits
+        self._add_parts(saved.get("machine", {}), trained_again=saved["training"] is not None)
+
+    def _add_parts(self, earlier: Mapping[str, list[Any]], trained_again: bool) -> None:
+        """Put the earlier parts of the training before this one, which is none if nothing is trained again."""
+        for name, values in earlier.items():
+            if trained_again and values[-1:] != self.machine[name]:
+                values = values + self.machine[name]
+            self.machine[name] = values
+
+    def builds_on(self, other: "Run") -> None:
+        """Let the row name the commits of a pretraining, too."""
+        self.info["git_commit"] = provenance.joined(other.info["git_commit"], self.info["git_commit"])
 
     def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
         """Append an evaluation to the history, and write the checkpoint if it is time.
@@ -214,6 +232,7 @@ class Run:
             "training": training,
             "history": self.history,
             "info": self.info,
+            "machine": self.machine,
         }
         save_torch_file(self.folder / "checkpoint.pt", saved)
         self.saved_at = time.monotonic()
@@ -224,10 +243,9 @@ class Run:
             return
         row = {"run_id": self.name}
         row |= self.columns
-        row["threads"] = torch.get_num_threads()
         row |= columns
         row |= summary(self.history, self.clock)
-        row |= self.machine
+        row |= {name: in_order(name, values) for name, values in self.machine.items()}
         row |= self.info
         row["finished_utc"] = provenance.utc_now()
         with locked(self.results) as file:
@@ -240,6 +258,15 @@ class Run:
         """Let another process have the run."""
         if self.processes.is_first:
             self.lock.release(force=True)
+
+
+def in_order(name: str, values: list[Any]) -> Any:
+    """The cell of what the parts of a training had: one value, or "2, then 1"."""
+    if len(values) == 1:
+        return values[0]
+    if name in settings.BY_NAME and settings.BY_NAME[name].kind is not str:
+        return None  # the column has a number, or true and false, and no single one is right
+    return ", then ".join(str(value) for value in values)
 
 
 def format_metrics(entry: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 from experiments.common.door import EXPECTED
 from experiments.common.rows import read_rows
 from experiments.common.settings import identifying
+from experiments.common.torch_files import save_torch_file
 from tests.experiments import scripts
 from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
 
@@ -132,6 +133,37 @@ def test_a_disk_that_is_full_is_a_sentence_and_the_command_continues(run, script
 
 NEITHER = "--method splitter_selection"
 TOY = "--arm retain --method softsort --dataset reversal"
+# Of train_knn, and a value of each; flags of the schedule are those of a whole list of runs.
+VALUES = {
+    "inverse_temperature": "1",
+    "distribution": "cauchy",
+    "art_lambda": "0.5",
+    "loss": "mass",
+    "sorted": "",
+    "num_candidates": "100",
+    "self_match": "",
+    "model": "cnn",
+    "dim": "128",
+    "hidden_dims": "8",
+    "lr": "0.001",
+    "nloglr": "3",
+    "weight_decay": "0.0005",
+    "compile": "",
+}
+BASELINES = [name for name in train_knn.METHODS if name not in train_knn.RELAXATIONS]
+FLAGS_WITHOUT_EFFECT = []
+for name in train_knn.RELAXED_COLUMNS:
+    for method in BASELINES:
+        words = f"--dataset digits --method {method} --{name} {VALUES[name]}"
+        FLAGS_WITHOUT_EFFECT.append((train_knn, words, f"--{name} is of"))
+for name in ({*train_knn.TRAINING_COLUMNS} - {*train_knn.SCHEDULE}) | {"compile"}:
+    for method in train_knn.UNTRAINED:
+        words = f"--dataset digits --method {method} --{name} {VALUES[name]}"
+        FLAGS_WITHOUT_EFFECT.append((train_knn, words, f"--{name} is of"))
+for flag in ("--p_k 1 0 0 0 0", "--m 16", "--top1_mode sm", "--nll_weight 0.3"):
+    words = f"--arm cross_entropy --method softmax_cross_entropy --dataset reversal {flag}"
+    FLAGS_WITHOUT_EFFECT.append((train_beam_search, words, f"{flag.split()[0]} is of"))
+FLAGS_WITHOUT_EFFECT.append((finetune_imagenet, f"-d EMBEDDINGS {NEITHER} --device cpu --compile", "leave it out"))
 REFUSED = [
     (train_cifar100, "--dataset digits --method softsort --p_k .5 .2", "must sum to 1|sum"),
     (train_cifar100, "--dataset digits --method softmax_cross_entropy --p_k 0 1", "softmax_cross_entropy"),
@@ -170,6 +202,7 @@ REFUSED = [
     (train_knn, "--dataset digits --method softmax_cross_entrop", "did you mean softmax_cross_entropy"),
     (train_beam_search, "--arm retain --method softmax_cross_entropy", "--arm retain goes with --method"),
     (train_beam_search, "--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
+    *FLAGS_WITHOUT_EFFECT,
     (train_beam_search, "--arm retain --method softsort --inverse_temperature auto", "must be a number"),
     (train_beam_search, "--arm retain --method softsort --noise_rate .1", "unrecognized arguments: --noise_rate"),
     (train_beam_search, f"{TOY} --max_letters 9", "at most 7, got 9"),
@@ -251,3 +284,14 @@ def test_arms_of_a_seed_share_their_pretraining(run, tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 1 + len(arms)
     histories = [(tmp_path / "runs" / row["pretrained"] / "updates.csv").read_text() for row in rows]
     assert len(set(histories)) == 1
+
+
+def test_an_arm_names_the_commit_of_its_pretraining(run, tmp_path):
+    base = SCRIPTS[train_beam_search].partition("--arm")[0]
+    (control,) = run(train_beam_search, flags=f"{base} --arm cross_entropy --method softmax_cross_entropy")
+    path = tmp_path / "runs" / control["pretrained"] / "checkpoint.pt"
+    saved = torch.load(path)
+    saved["info"]["git_commit"] = "1234-dirty"
+    save_torch_file(path, saved)
+    *_, arm = run(train_beam_search, flags=f"{base} --arm soft_beam --method softsort")
+    assert arm["git_commit"] == "+".join(filter(None, ["1234-dirty", control["git_commit"]]))

@@ -1,5 +1,6 @@
 """Extraction: features of the network, one per image in order; it resumes, and takes no old image for a new one."""
 
+import json
 import multiprocessing
 import os
 import resource
@@ -142,13 +143,14 @@ def test_two_processes_make_the_file_of_one(images, tmp_path):
     assert (tmp_path / "1" / "e.pt").read_bytes() == (tmp_path / "2" / "e.pt").read_bytes()
 
 
-def test_from_a_trained_network_to_heads_on_its_features(tmp_path):
+def test_from_a_trained_network_to_heads_on_its_features(tmp_path, capsys):
     flags = "--dataset digits --limit_train 60 --n_epochs 1 --batch_size 19 --method softsort --device cpu --threads 1"
     train_cifar100.main([*flags.split(), "--results", str(tmp_path / "r.csv"), "--seed", "3"])
     (row,) = rows_of(tmp_path / "r.csv")
     run = tmp_path / "runs" / row["run_id"]
     flags = "--dataset digits --workers 0 --device cpu --threads 1"
     extract("--checkpoint", run, "--output", tmp_path / "e.pt", flags=flags)
+    assert "epochs" not in capsys.readouterr().err
     found, data = load_embeddings(tmp_path / "e.pt"), load_dataset("digits", "", seed=3, limit_train=60)
     # Divided as when it was trained.
     for split in ("train", "valid", "test"):
@@ -162,6 +164,13 @@ def test_from_a_trained_network_to_heads_on_its_features(tmp_path):
     (head,) = rows_of(tmp_path / "heads.csv")
     assert (head["backbone"], head["resolution"], head["embedding_dtype"]) == ("digits-resnet18", "32", "float16")
     assert head["valid_images"] == str(len(data.valid))
+    assert (found.info["epochs_done"], found.info["n_epochs"]) == (1, 1)
+    config = json.loads((run / "config.json").read_text())  # as of a run that was killed after an epoch of 500
+    (run / "config.json").write_text(json.dumps(config | {"n_epochs": 500}))
+    extract("--checkpoint", run, "--output", tmp_path / "early.pt", flags=flags)
+    assert f"note: the run of {run} has done 1 of its 500 epochs" in capsys.readouterr().err
+    early = load_embeddings(tmp_path / "early.pt").info
+    assert (early["epochs_done"], early["n_epochs"]) == (1, 500)
 
 
 def test_other_weights_are_another_digest_and_what_does_not_fit_is_refused(tmp_path):
@@ -228,6 +237,7 @@ def test_command_lines_that_cannot_be(tmp_path, images):
             "cannot read the folder",
         ),
         (f"--dataset digits --checkpoint {tmp_path} --output e.pt", "there is no .*checkpoint.pt"),
+        (f"--dataset digits --checkpoint {tmp_path} --weights none --output e.pt", 2),
     ):
         with pytest.raises(SystemExit if message == 2 else EXPECTED, match=str(message)):
             extract(flags=flags)

@@ -41,7 +41,10 @@ STATES = {
         train_knn,
         f"{KNN} --method neuralsort --inverse_temperature .05:.5 --loss log_mass",
     ),
-    "neighbours_network": (train_knn, f"{KNN} --method softmax_cross_entropy --prediction network"),
+    "neighbours_network": (
+        train_knn,
+        f"{KNN.replace('--num_candidates 20 ', '')} --method softmax_cross_entropy --prediction network",
+    ),
     "soft_beam": (train_beam_search, f"{BEAM} --arm soft_beam --method softsort"),
     "control": (train_beam_search, f"{BEAM} --arm cross_entropy --method softmax_cross_entropy"),
 }

@@ -127,6 +127,20 @@ def test_killed_two_processes_continue_with_the_same_bits(heads, tmp_path, numbe
     assert outcome(tmp_path / "r.csv") == outcome(heads / "2" / "r.csv")
 
 
+def test_a_run_that_continues_elsewhere_names_both_places_and_recording_it_again_changes_neither(folder, tmp_path):
+    words = [*words_of(finetune_imagenet, folder), "--results", str(tmp_path / "r.csv")]
+    fork_together(finetune_imagenet, words, killed_at=6)
+    assert list(tmp_path.glob("runs/*/checkpoint.pt"))
+    assert finetune_imagenet.main([*words, "--threads", "2"]) == 0
+    names = ("processes", "threads", "device", "device_name", "torch_version")
+    found = [[row[name] for name in names] for row in rows_of(tmp_path / "r.csv")]
+    assert ["2, then 1", "", "cpu"] in [cells[:3] for cells in found]  # a row has one number of threads, or none
+    assert {"then" in cell for cells in found for cell in cells[3:]} == {False}
+    (tmp_path / "r.csv").unlink()
+    assert finetune_imagenet.main([*words, "--threads", "1"]) == 0
+    assert [[row[name] for name in names] for row in rows_of(tmp_path / "r.csv")] == found
+
+
 def test_a_failure_of_all_is_no_status_0(tmp_path):
     words = words_of(train_knn, tmp_path, "--dataset digits --method softsort --results /nowhere/r.csv")
     assert fork_together(train_knn, words) == [1, 1]

@@ -357,19 +357,20 @@ def slurm(tmp_path) -> dict[str, str]:
 def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_runs(slurm, tmp_path, inherited):
     """A call from within a task of another array inherits its variables, and is no task of this one."""
     program(tmp_path / "scripts" / "slurm.sh", SLURM.read_text())
-    commands = [python("print('two  words', '$HOME')"), "ls no-such-file"]
-    lines = "\n".join([commands[0], "", "# a comment", commands[1], "# 2 runs\n"])
+    commands = [python("print('two  words', '$HOME')"), "ls no-such-file", "true  # with a comment"]
+    lines = "\n".join([commands[0], "", "# a comment", *commands[1:], "# 3 runs\n"])
     words = [tmp_path / "scripts" / "slurm.sh", "a-test", "--partition", "gpu"]
     done = subprocess.run(
         words, input=lines, env={**slurm, **inherited, "CDPATH": str(ROOT)}, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
-    assert {"--job-name=a-test", "--array=1-2", "--requeue", "--partition", "gpu"} <= set(submitted)
+    assert {"--job-name=a-test", "--array=1-3", "--requeue", "--partition", "gpu"} <= set(submitted)
     logs = sorted((tmp_path / "results" / "logs" / "a-test").glob("*.log"))
     assert logs[0].read_text().splitlines() == [f"$ {commands[0]}", "two  words $HOME", "=== exit status 0"]
     assert logs[1].read_text().splitlines()[-1] == "=== exit status 2"
-    assert (tmp_path / "slurm" / "statuses.txt").read_text().split() == ["0", "2"]
+    assert logs[2].read_text().splitlines() == [f"$ {commands[2]}", "=== exit status 0"]
+    assert (tmp_path / "slurm" / "statuses.txt").read_text().split() == ["0", "2", "0"]
 
 
 def test_a_run_at_its_time_limit_is_queued_again(slurm, patient, tmp_path):

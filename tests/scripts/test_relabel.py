@@ -1,10 +1,15 @@
 """Files of embeddings with other labels replace nothing that is read; the labels themselves: test_noise.py."""
 
+import shlex
+
 import pytest
 import torch
 
 from data.embeddings import load_embeddings
+from data.points import points_of_embeddings
+from experiments import finetune_imagenet, train_knn
 from scripts import relabel
+from tests.experiments import scripts
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,81 @@ def test_files_of_other_labels_are_written_again(named):
     changed["imagenet_train_embeddings"] = changed["imagenet_train_embeddings"].flip(0)
     torch.save(changed, path)
     assert not relabel.is_written(words)
+
+
+HEADS = "--batch_size 25 --n_epochs 1 --eval_freq 0 --lr .01 --method softmax_cross_entropy"
+KNN = "--method softsort --batch_size 20 --num_candidates 20 --n_epochs 1 --dim 4 --k 3"
+OTHER_SPLITS = [
+    (finetune_imagenet, f"{HEADS} --num_valid 20 --split_seed 1"),
+    (finetune_imagenet, f"{HEADS} --num_valid 19"),
+    (finetune_imagenet, f"{HEADS} --num_valid 20 --limit_train 100"),
+    (finetune_imagenet, HEADS),
+    (train_knn, KNN),
+]
+
+
+def noisy_file(folder, *words):
+    """A file of 130 training rows with wrong labels, which validates on 20 with right ones."""
+    path = scripts.embeddings(folder / "right.pt")
+    words = [str(path), "--label_noise", "1", "--among", "8", *words, "--output", str(folder / "noisy.pt")]
+    assert relabel.main(words) == 0
+    return folder / "noisy.pt", words
+
+
+def call(script, path, flags):
+    words = f"-d {path} {flags} --device cpu --threads 1 --results {path.parent / 'r.csv'}"
+    return script.main(shlex.split(words))
+
+
+@pytest.mark.parametrize(("script", "flags"), OTHER_SPLITS)
+def test_a_run_that_would_validate_on_wrong_labels_is_refused(script, flags, tmp_path):
+    path, _ = noisy_file(tmp_path, "--num_valid", "20")
+    with pytest.raises(ValueError, match="right labels at the rows that validate with --num_valid 20 --split_seed 0"):
+        call(script, path, flags)
+    assert not (tmp_path / "r.csv").exists()
+
+
+def test_runs_with_the_split_of_the_file_and_files_that_do_not_say_so_are_as_they_were(tmp_path):
+    path, words = noisy_file(tmp_path, "--num_valid", "20")
+    assert call(finetune_imagenet, path, f"{HEADS} --num_valid 20") == 0
+    assert not relabel.is_written([*words, "--num_valid", "21"])  # right elsewhere
+    path, _ = noisy_file(tmp_path, "--num_valid", "13")
+    points_of_embeddings(load_embeddings(path))  # a tenth, by seed 0
+    with pytest.raises(ValueError, match="right labels"):
+        points_of_embeddings(load_embeddings(path), seed=1)
+    path, _ = noisy_file(tmp_path, "--num_valid", "20", "--noisy_valid")
+    assert call(finetune_imagenet, path, HEADS) == 0
+    content = torch.load(noisy_file(tmp_path, "--num_valid", "20")[0])
+    del content["info"]["right_rows"]
+    torch.save(content, path)
+    assert call(finetune_imagenet, path, f"{HEADS} --split_seed 1") == 0
+
+
+@pytest.mark.parametrize("flag", ["--among 5", "--draw 0", "--noisy_valid", "--num_valid 5000"])
+def test_flags_of_wrong_labels_are_refused_where_none_is_made(flag, named, capsys):
+    path, content = named
+    torch.save(content, path)
+    with pytest.raises(SystemExit, match="2"):
+        relabel.main([str(path), "--num_classes", "100", *flag.split(), "--output", str(path.with_name("new.pt"))])
+    assert f"{flag.split()[0]} is of --label_noise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("classes", "wanted"), [(15, 1), (25, 2)])
+def test_a_number_of_classes_that_is_no_tenth_is_refused(classes, wanted, named):
+    path, content = named
+    content = {name: part for name, part in content.items() if "clean" not in name and "valid" not in name}
+    content["imagenet_train_labels"] = torch.arange(400) % classes
+    torch.save(content | {"info": {"num_classes": classes}}, path)
+    with pytest.raises(ValueError, match="must be a tenth"):
+        relabel.main([str(path), "--num_classes", str(wanted), "--output", str(path.with_name("new.pt"))])
+    assert not path.with_name("new.pt").exists()
+
+
+def test_a_class_that_does_not_train_is_divided_in_no_split(named):
+    path, content = named
+    content["imagenet_train_labels"] = torch.arange(400) % 9
+    torch.save(content | {"info": {"num_classes": 10}}, path)
+    words = [str(path), "--output", str(path.with_name("new.pt")), "--num_classes"]
+    with pytest.raises(ValueError, match="has rows of class 9 and train has none"):
+        relabel.main([*words, "100"])
+    assert relabel.main([*words, "1"]) == 0
