@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.common import settings
+from experiments.common.columns import about_repeats
 from experiments.common.paths import PAPER
 from experiments.common.rows import read_rows
 
@@ -21,6 +22,8 @@ SEEDS = ("seed", "order_seed")
 CONFIGURATION = [name for name in IDENTITY if name not in SEEDS]
 COMPARED = ("LOSS", "ARM", "TRAINING")  # roles of settings that are tried within one experiment
 EXPERIMENT = [name for name in CONFIGURATION if settings.BY_NAME[name].role.name not in COMPARED]
+# Values that are the same as none.
+UNUSED = [0, "", "false", *(item.unused for item in settings.SETTINGS if item.unused is not None)]
 ACCURACY = re.compile(r".*_top\d+")
 TEXT = ("run_id", "device_name", "torch_version", "git_commit", "embeddings", "pretrained", "backbone", "labels")
 
@@ -34,7 +37,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not a results file, a line is damaged, a cell is not of its column's type, a run stands twice
-            with other cells, or no run is left.
+            with other cells, a line has a seed twice, or no run is left.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -47,7 +50,25 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
         raise ValueError(f"{path} has {twice['run_id'].iloc[0]} twice: delete one of the lines")
     for condition in where:
         cells = that_meet(path, cells, condition)
-    return typed_frame(cells.reset_index(drop=True), path)
+    cells = cells.reset_index(drop=True)
+    runs = typed_frame(cells, path)
+    check_repeats(path, cells, runs)
+    return runs
+
+
+def check_repeats(path: Path, cells: pd.DataFrame, runs: pd.DataFrame) -> None:
+    """Raise ValueError for two runs of one configuration and one seed: a mean would count them as two seeds.
+
+    They differ in a setting that is no column, or in a column that this version does not know.
+    """
+    names = [name for name in (*IDENTITY, "epoch") if name in runs]
+    keys = runs[names]
+    keys = keys.mask(keys.isin(UNUSED))
+    is_repeat = keys.duplicated()
+    if is_repeat.any():
+        first = keys[is_repeat].iloc[0]
+        is_same = (keys.eq(first) | (keys.isna() & first.isna())).all(axis=1)
+        raise ValueError(about_repeats(path, cells[is_same].to_dict("records")))
 
 
 def is_untested(runs: pd.DataFrame) -> pd.Series:

@@ -57,8 +57,21 @@ def is_yours(path: Path) -> bool:
     whole = path.resolve()
     if not whole.is_relative_to(RESULTS) or whole.is_relative_to(REPOSITORY) or path.stem.endswith("_epochs"):
         return False
+    return (REPOSITORY / name_of(path)).is_file() or study_of_yours(path) is not None
+
+
+def study_of_yours(path: Path) -> Study | Tuned | None:
+    """The study of one of your files: with the options of your trials, or without any with the repository's."""
     name = name_of(path)
-    return (REPOSITORY / name).is_file() or study_of(name, REPOSITORY) is not None
+    return study_of(name, path.parent) or study_of(name, REPOSITORY)
+
+
+def choices_of(path: Path) -> list[str]:
+    """The validation labels that choose in the study of a file; none where a file has no such study."""
+    study = study_of_yours(path)
+    if not isinstance(study, Tuned):
+        return []
+    return list(study.finals.choices)
 
 
 def read_or_none(path: Path) -> pd.DataFrame:
@@ -68,11 +81,11 @@ def read_or_none(path: Path) -> pd.DataFrame:
     return read_runs(path)
 
 
-def report(path: Path, choice: str = "noisy", with_commands: bool = False, embeddings: str = "") -> str:
+def report(path: Path, choice: str = "noisy", with_commands: bool = False, study: Study | Tuned | None = None) -> str:
     """The report of one of your files.
 
     Args:
-        embeddings: name by content of those of a tuned study, the only ones whose runs count; "" for any.
+        study: that the file is of, with its options and your embeddings (default: by the file's name and trials).
         choice: validation labels that choose, in the study of wrong labels.
         with_commands: show below each line the command that repeats it.
 
@@ -81,10 +94,10 @@ def report(path: Path, choice: str = "noisy", with_commands: bool = False, embed
         ValueError: a file cannot be read.
     """
     name = name_of(path)
-    study = study_of(name, REPOSITORY)
+    study = study or study_of_yours(path)
     if isinstance(study, Tuned):
-        ours = Side(study, REPOSITORY / Path(name).parent)
-        theirs = Side(replace(study, embeddings=embeddings), path.parent)
+        ours = Side(replace(study, embeddings=""), REPOSITORY / Path(name).parent)
+        theirs = Side(study, path.parent)
         return report_tuned(study, ours, theirs, choice, with_commands)
     repository = read_or_none(REPOSITORY / name)
     yours = read_or_none(path)

@@ -3,14 +3,16 @@
     python scripts/epochs.py results/table1.csv                        # -> results/table1_epochs.csv
     python scripts/epochs.py results/table1.csv --runs FOLDER          # the runs of another clone
 
-Runs that the file has already stay, with columns of your own, unless the folder has more of their epochs. A run folder
-that cannot be read is named and left out. Accuracies are fractions.
+A table's runs are those of its rows, and those that write to it; a row without epochs is named. Runs that the file has
+already stay, with columns of your own, unless the folder has more of their epochs. A run folder that cannot be read is
+named and left out. Accuracies are fractions.
 """
 
 import argparse
 import csv
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from experiments.common import door, settings
@@ -22,15 +24,20 @@ OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
-def epochs_of(config: Path, results: str) -> list[Row]:
-    """The epochs of a run as rows; none if it has none or writes to another results file.
+def epochs_of(config: Path, results: str, run_ids: Collection[str]) -> list[Row]:
+    """The epochs of a run as rows; none if it has none, or is no run of the table.
+
+    Args:
+        results: name of the table's file. A run names the last file alone to which its row was written.
+        run_ids: of the table's rows.
 
     Raises:
         LookupError, ValueError, TypeError, OSError: the folder cannot be read.
     """
     flags = json.loads(config.read_text(encoding="utf-8"))
     history = config.with_name("epochs.csv")
-    if Path(flags["results"]).name != results or not history.is_file():
+    is_of_table = flags["run_id"] in run_ids or Path(flags["results"]).name == results
+    if not is_of_table or not history.is_file():
         return []
     run = {name: settings.cell(flags[name]) for name in OF_THE_RUN if name in flags}
     rows = []
@@ -40,14 +47,14 @@ def epochs_of(config: Path, results: str) -> list[Row]:
     return rows
 
 
-def found_in(runs: Path, results: str) -> list[list[Row]]:
-    """The epochs of each run of a folder."""
+def found_in(runs: Path, results: str, run_ids: Collection[str]) -> list[list[Row]]:
+    """The epochs of each of the table's runs in a folder."""
     found = []
     for config in sorted(runs.glob("*/config.json")):
         if not config.is_file():
             continue
         try:
-            rows = epochs_of(config, results)
+            rows = epochs_of(config, results, run_ids)
         except (ValueError, LookupError, TypeError, OSError, csv.Error) as error:
             print(f"note: {config.parent} cannot be read and is left out: {error!r}", file=sys.stderr)
             continue
@@ -69,7 +76,8 @@ def gather(results: Path, runs: Path) -> str:
     Raises:
         ValueError: the folder holds no such run, or the file is damaged.
     """
-    found = found_in(runs, results.name)
+    run_ids = [row["run_id"] for row in read_rows(results)]
+    found = found_in(runs, results.name, run_ids)
     if not found:
         raise ValueError(f"{runs} holds no run that writes to {results.name}; name its folder by --runs")
     output = results.with_stem(f"{results.stem}_epochs")
@@ -81,6 +89,9 @@ def gather(results: Path, runs: Path) -> str:
         for run_id in sorted(longest):
             table += longest[run_id]
         write_rows(output, in_order(table))
+    for run_id in run_ids:
+        if run_id not in longest:
+            print(f"note: {runs} has no epochs of {run_id}, whose row is in {results}", file=sys.stderr)
     counts = [f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())]
     return f"{output}: {', '.join(counts)}"
 

@@ -24,11 +24,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.common import door
+from experiments.common import columns, door
 from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
 from reporting import (
-    columns,
     draws,
     findings,
     hours,

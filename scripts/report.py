@@ -35,6 +35,26 @@ class Report(NamedTuple):
     figures: list[Path]
 
 
+class Kind(NamedTuple):
+    """A kind of report.
+
+    Attributes:
+        name: for sentences.
+        flags: what it takes, besides --output.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+
+
+YOURS = Kind("your runs beside the repository's", ("choice", "commands"))
+EPOCHS = Kind("a file of epochs", ("where", "figures"))
+BEAM_SEARCH = Kind("a file of beam search", ("where",))
+TEMPERATURES = Kind("a table of inverse temperatures", ("where", "temperatures", "figures"))
+PAIRED = Kind("a table of paired differences", ("where", "paired", "commands", "format", "figures"))
+ALONE = Kind("a table of one file", ("where", "table", "commands", "format", "figures"))
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "report.py",
@@ -47,7 +67,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", choices=(*published, "none"), help="published table (default: by file or data)")
     parser.add_argument("--where", action="append", default=[], help="keep runs: [METHOD:]COLUMN=VALUE; repeatable")
     parser.add_argument(
-        "--choice", choices=("noisy", "clean"), default="noisy",
+        "--choice", choices=("noisy", "clean"),
         help="validation labels that choose, in the study of wrong labels (default: noisy)",
     )  # fmt: skip
     parser.add_argument("--commands", action="store_true", help="show the command that repeats each line")
@@ -63,26 +83,60 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def given_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of a call that ask for something else than the table of its file does by default."""
+    names = ("table", "where", "choice", "commands", "paired", "temperatures", "figures")
+    given = [name for name in names if getattr(args, name)]
+    if args.format != "markdown":
+        given.append("format")
+    return given
+
+
+def kind_of(args: argparse.Namespace, runs: pd.DataFrame) -> Kind:
+    """The kind of the report of one file's runs."""
+    if "epoch" in runs:
+        return EPOCHS
+    if "arm" in runs:
+        return BEAM_SEARCH
+    if args.temperatures:
+        return TEMPERATURES
+    if args.paired:
+        return PAIRED
+    return ALONE
+
+
+def check_flags(kind: Kind, args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that would change nothing."""
+    for name in given_flags(args):
+        if name not in kind.flags:
+            raise ValueError(f"--{name} changes nothing in {kind.name}: leave it out")
+    if args.commands and args.format != "markdown":
+        raise ValueError(f"--commands shows Markdown: leave it out, or --format {args.format}")
+    if args.choice and args.choice not in reproduction.choices_of(args.results):
+        raise ValueError(f"--choice is for the study of wrong labels, and {args.results} has no {args.choice} choice")
+
+
 def report(args: argparse.Namespace) -> Report:
     """The table of a file, and the figures.
 
     Raises:
-        ValueError, OSError: the file cannot be read, or has no such run.
+        ValueError, OSError: the file cannot be read, has no such run, or takes no such flag.
     """
     path = args.results
-    special = args.paired or args.temperatures or args.figures or args.format != "markdown"
-    if not special and not args.where and reproduction.is_yours(path):
-        return Report(reproduction.report(path, args.choice, args.commands), [])
+    if set(given_flags(args)) <= set(YOURS.flags) and reproduction.is_yours(path):
+        check_flags(YOURS, args)
+        return Report(reproduction.report(path, args.choice or "noisy", args.commands), [])
     runs = read_runs(path, args.where)
-    if "epoch" in runs:
+    kind = kind_of(args, runs)
+    check_flags(kind, args)
+    if kind is EPOCHS:
         return Report(epochs.as_markdown(path, runs), drawn_epochs(args, runs))
-    if "arm" in runs:
+    if kind is BEAM_SEARCH:
         return Report(beam_search.as_markdown(path.stem, runs), [])
-    if args.temperatures:
-        if is_untested(runs).all():
-            raise ValueError(f"--temperatures shows test accuracies, and no run of {path} has a test split")
+    if kind is TEMPERATURES:
+        check_temperatures(path, runs)
         return Report(temperatures.as_markdown(path.stem, runs), drawn_temperatures(args, runs))
-    if args.paired:
+    if kind is PAIRED:
         table = tables.gains(path.stem, runs, args.paired)
         table.caption = f"{table.caption} {reproduction.rule_of_selection(path)}".strip()
     else:
@@ -92,6 +146,14 @@ def report(args: argparse.Namespace) -> Report:
     if args.commands:
         text = reproduction.with_commands(table, path)
     return Report(text, drawn_accuracy(args, table))
+
+
+def check_temperatures(path: Path, runs: pd.DataFrame) -> None:
+    """Raise ValueError for runs that have no test accuracy, or no P_K by whose weights validation chooses."""
+    if is_untested(runs).all():
+        raise ValueError(f"--temperatures shows test accuracies, and no run of {path} has a test split")
+    if "p_k" not in runs or not runs["p_k"].all():
+        raise ValueError(f"--temperatures shows losses of P_K, and not all runs of {path} have one")
 
 
 def drawn_epochs(args: argparse.Namespace, runs: pd.DataFrame) -> list[Path]:
@@ -107,7 +169,10 @@ def drawn_temperatures(args: argparse.Namespace, runs: pd.DataFrame) -> list[Pat
         return []
     from reporting import figures
 
-    return figures.draw_temperatures(args.results.stem, runs, args.figures)
+    drawn = figures.draw_temperatures(args.results.stem, runs, args.figures)
+    if not drawn:
+        raise ValueError(f"--figures draws accuracy over temperatures, and no loss of {args.results} has two of them")
+    return drawn
 
 
 def drawn_accuracy(args: argparse.Namespace, table: tables.Table) -> list[Path]:

@@ -284,12 +284,9 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
 
 def print_tables(study: Study | Tuned, args: argparse.Namespace) -> None:
     """Print the table of each file of a study that has runs, yours or this repository's."""
-    embeddings = ""
-    if isinstance(study, Tuned):
-        embeddings = study.embeddings
     for path in files_of(study):
         if path.is_file() or (args.commands and repository_file(path).is_file()):
-            print(f"\n{reproduction.report(path, args.choice, args.commands, embeddings)}", end="")
+            print(f"\n{reproduction.report(path, args.choice, args.commands, study)}", end="")
         elif args.commands:
             print(f"# {study.name}: no runs yet; --dry-run prints its commands")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common import settings
 from experiments.common.rows import read_rows
 from studies import beam_search, few_labels, from_scratch, noise, paper, tiny_imagenet
 from studies.quickstart import quickstart
@@ -133,19 +134,36 @@ def study_of(file: str, folder: Path) -> Study | Tuned | None:
         return from_scratch.noise_scratch("CIFAR-100_human.pt")
     if stem in ("tiny_imagenet", "tiny_imagenet_equal"):
         return STUDIES[stem].make()
-    if stem == "tiny_imagenet_more":
-        return tiny_imagenet.tiny_imagenet_more(folder / tiny_imagenet.TRIALS.name)
-    if stem.startswith("heads") and (folder / f"{stem}_trials.csv").is_file():
-        return heads_of(stem, folder)
-    return None
+    trials = folder / tiny_imagenet.TRIALS.name
+    if stem == "tiny_imagenet_more" and trials.is_file():
+        return tiny_imagenet.tiny_imagenet_more(trials)
+    if stem == "tiny_imagenet_more" or parent:
+        return None
+    return heads_of(stem, folder)
 
 
-def heads_of(stem: str, folder: Path) -> Tuned:
-    """The study of linear classifiers with the methods that its trials have."""
-    rows = read_rows(folder / f"{stem}_trials.csv")
+def heads_of(stem: str, folder: Path) -> Tuned | None:
+    """The study of linear classifiers with the methods and the validation split of its trials; None if it has none.
+
+    Raises:
+        ValueError: trials of several validation splits, of which each is a study.
+    """
+    path = folder / f"{stem}_trials.csv"
+    rows = read_rows(path)
+    if not rows or settings.script_of(rows[0]) != settings.HEADS:
+        return None
+    from topk_losses import METHODS  # loads PyTorch, which other studies need not
+
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    num_valid = int(rows[0]["num_valid"])
-    if stem.endswith("_more"):
-        base = stem.removesuffix("_more")
-        return heads_more("FILE.pt", base, methods, num_valid, around=folder / f"{base}_trials.csv")
-    return heads("FILE.pt", stem, methods, num_valid)
+    if not set(methods) <= METHODS.keys():
+        return None
+    num_valid, *others = dict.fromkeys(int(row["num_valid"] or 0) for row in rows)
+    if others:
+        raise ValueError(f"{path} has trials of --num_valid {num_valid} and {others[0]}: give each a file of its own")
+    if not stem.endswith("_more"):
+        return heads("FILE.pt", stem, methods, num_valid)
+    base = stem.removesuffix("_more")
+    around = folder / f"{base}_trials.csv"
+    if not around.is_file():
+        return None
+    return heads_more("FILE.pt", base, methods, num_valid, around=around)

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
+from experiments.common.columns import about_repeats
 from experiments.common.rows import read_rows
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
 
@@ -109,8 +110,20 @@ class Known:
         self.shared.pop("seed", None)
 
     def numbers(self, trial: Trial) -> list[int]:
-        """The numbers of the rows of a trial, one for each seed, in their order."""
-        return self.index.find(self.shared | parse_flags(trial.flags) | {"n_epochs": trial.n_epochs})
+        """The numbers of the rows of a trial, one for each seed, in their order.
+
+        Raises:
+            ValueError: a seed has two rows, which differ in a setting that the trial leaves open.
+        """
+        numbers = self.index.find(self.shared | parse_flags(trial.flags) | {"n_epochs": trial.n_epochs})
+        by_seed: dict[tuple[str, str], list[Row]] = {}
+        for number in numbers:
+            row = self.rows[number]
+            by_seed.setdefault((row["seed"], row.get("order_seed", "")), []).append(row)
+        for rows in by_seed.values():
+            if len(rows) > 1:
+                raise ValueError(about_repeats(self.path, rows))
+        return numbers
 
     def of(self, trial: Trial) -> list[Row]:
         return [self.rows[number] for number in self.numbers(trial)]

@@ -3,7 +3,7 @@
 import csv
 import pathlib
 
-from reporting.columns import COLUMNS, names_of
+from experiments.common.columns import COLUMNS, names_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 

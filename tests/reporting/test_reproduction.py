@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,18 +132,50 @@ def test_commands_stand_below_their_lines_and_make_their_runs(file, yours):
 
 def test_runs_of_other_embeddings_do_not_count(yours):
     """Rows of another file of embeddings stand in the same results, with accuracies far away."""
-    (embeddings,) = {row["embeddings"] for row in read_rows(REPOSITORY / "noise" / "human.csv")}
-    for name in ("noise/human_trials.csv", "noise/human.csv"):
-        rows = read_rows(REPOSITORY / name)
-        others = [shifted(row, -30) | {"embeddings": "100x8-other", "run_id": row["run_id"] + "x"} for row in rows]
-        path = yours(name, [*others, *rows])
-    alone = reproduction.report(yours("noise/human.csv", read_rows(REPOSITORY / "noise" / "human.csv")))
-    yours("noise/human.csv", [*others, *rows])
-    text = reproduction.report(path, embeddings=embeddings)
+    names = ("noise/human_trials.csv", "noise/human.csv")
+    rows = {name: read_rows(REPOSITORY / name) for name in names}
+    for name in names:
+        path = yours(name, rows[name])
+    alone = reproduction.report(path)
+    for name in names:
+        others = [
+            shifted(row, -30) | {"embeddings": "100x8-other", "run_id": f"{row['run_id']}x"} for row in rows[name]
+        ]
+        yours(name, [*others, *rows[name]])
+    study = study_of("noise/human.csv", REPOSITORY)
+    text = reproduction.report(path, study=replace(study, embeddings=rows[names[0]][0]["embeddings"]))
     assert table_of(text) == table_of(alone)
     assert {line["top-1 verdict"].split(" (")[0] for line in table_of(text)} == {"agrees"}
-    other = reproduction.report(path, embeddings="100x8-other")
+    other = reproduction.report(path, study=replace(study, embeddings="100x8-other"))
     assert {line["top-1 verdict"].split(" (")[0] for line in table_of(other)} == {"differs"}
+    with pytest.raises(ValueError, match=r"2 runs of .* in one line, which differ in embeddings"):
+        reproduction.report(path)
+
+
+@pytest.mark.parametrize("name", ["heads", "mine"])
+def test_a_study_of_linear_classifiers_is_known_by_your_trials(name, yours):
+    """Two methods with another validation split, which the repository has not run."""
+    for ending in ("_trials.csv", ".csv"):
+        rows = []
+        for row in read_rows(REPOSITORY / f"heads{ending}"):
+            if row["method"] in ("softmax_cross_entropy", "lapsum"):
+                rows.append(row | {"num_valid": "200"})
+        path = yours(f"{name}{ending}", rows)
+    assert reproduction.is_yours(path)
+    lines = table_of(reproduction.report(path))
+    assert {line["loss"] for line in lines} == {"softmax_cross_entropy", "lapsum"}
+    for line in lines:
+        assert line["repository's choice"] == "no trials"
+        assert line["your choice"] != "no trials"
+        assert line["top-1 repository"] == "not run"
+        assert line["top-1 yours"].endswith(" (10)")
+
+
+def test_trials_of_several_validation_splits_are_no_single_study(yours):
+    rows = read_rows(REPOSITORY / "heads_trials.csv")
+    path = yours("heads_trials.csv", [*rows, rows[0] | {"num_valid": "200", "run_id": "x"}])
+    with pytest.raises(ValueError, match="has trials of --num_valid 5000 and 200: give each a file of its own"):
+        reproduction.report(path)
 
 
 def test_a_line_that_no_study_has_gets_the_command_of_its_settings(yours):
@@ -185,6 +218,18 @@ def test_a_table_of_what_was_chosen_says_by_which_rule(name):
     if not name.startswith("noise/"):  # which have tables of their own
         words = [str(REPOSITORY / name), "--paired", "softmax_cross_entropy"]
         assert expected in report.report(report.parse_arguments(words)).text
+
+
+@pytest.mark.parametrize("repeated", ["heads.csv", "heads_trials.csv"])
+def test_runs_that_differ_in_what_trials_leave_open_are_not_pooled(repeated, yours):
+    """Copies with another precision, ten points lower: of the final runs, or of the trials that choose."""
+    for name in ("heads_trials.csv", "heads.csv"):
+        rows = read_rows(REPOSITORY / name)
+        if name == repeated:
+            rows += [shifted(row, -10) | {"precision": "bf16", "run_id": f"{row['run_id']}x"} for row in rows]
+        path = yours(name, rows)
+    with pytest.raises(ValueError, match=rf"{repeated} has 2 runs of .* in one line, which differ in precision: move"):
+        reproduction.report(path)
 
 
 def test_a_table_of_runs_that_nobody_chose_says_no_rule():

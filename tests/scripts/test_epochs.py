@@ -79,6 +79,18 @@ def test_a_file_of_epochs_keeps_its_cells_and_a_pipe_in_a_run_folder_is_passed_o
     assert kept == [("a", "1", "NA"), ("a", "2", "NA")]
 
 
+def test_every_row_of_a_table_has_its_epochs_or_a_sentence(write_run, tmp_path, capsys):
+    """Also a run whose row was later written to another table, too, which alone its folder names."""
+    write_run("a", 2, flags={"results": "other.csv"})
+    write_run("b", 1)
+    write_run("c", 3, flags={"results": "other.csv"})
+    (tmp_path / "t.csv").write_text("run_id\na\nb\nlost\n")
+    assert epochs.main([str(tmp_path / "t.csv")]) == 0
+    assert [row["run_id"] + row["epoch"] for row in rows_of(tmp_path / "t_epochs.csv")] == ["a1", "a2", "b1"]
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert f"has no epochs of lost, whose row is in {tmp_path / 't.csv'}" in note
+
+
 def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(write_run, tmp_path, capsys):
     """A run folder that cannot be read is named and left out."""
     table, output = tmp_path / "t.csv", tmp_path / "t_epochs.csv"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import os
 import re
 import statistics
@@ -451,11 +452,129 @@ def test_of_beam_search_differences_are_taken_within_a_seed_and_a_setting(made, 
     assert [(row["WER beam 4"], row["pairs"]) for row in gains] == [("+2.00 ± 12.71", "2"), ("", "0")]
 
 
-@pytest.mark.parametrize("name", ["cifar", "knn", "beam", "heads", "untested", "temperature", "trials", "noise/human"])
+# A value of each flag that asks for another report than the default.
+ASKED = {
+    "--table": "none",
+    "--where": "seed=0",
+    "--choice": "clean",
+    "--commands": "",
+    "--paired": "softmax_cross_entropy",
+    "--temperatures": "",
+    "--format": "csv",
+    "--output": "FOLDER/output.txt",
+    "--figures": "FOLDER/figures",
+}
+KINDS = ("table1", "epochs", "beam", "knn", "temperature", "yours", "yours of beam search", "yours of wrong labels")
+
+
+def test_every_flag_is_among_these(capsys):
+    with pytest.raises(SystemExit):
+        report.main(["--help"])
+    assert set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE)) == set(ASKED)
+
+
+@pytest.fixture
+def file_of(trained, two_seeds, write, monkeypatch, tmp_path):
+    """A results file of a kind."""
+
+    def call(kind):
+        rows = two_seeds
+        if kind in ("beam", "knn", "temperature"):
+            return trained / f"{kind}.csv"
+        if kind == "epochs":
+            return RESULTS / "implementation_epochs.csv"
+        if kind == "table1":
+            return write(*rows, name="table1.csv")
+        monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+        if kind == "yours of beam search":
+            rows = rows_of(trained / "beam.csv")
+            return write(*rows, name="beam_search.csv")
+        if kind == "yours of wrong labels":
+            (tmp_path / "noise").mkdir()
+            rows = rows_of(RESULTS / "noise" / "human.csv")
+            return write(*rows, name="noise/human.csv")
+        return write(*rows, name="table1.csv")
+
+    return call
+
+
+@pytest.fixture
+def effect_of(file_of, tmp_path, capsys):
+    """What a call of scripts/report.py does: its status, what it prints, what it writes."""
+
+    def call(path, flags):
+        folder = tmp_path / "written"
+        words = [str(path)]
+        for flag in flags:
+            value = ASKED[flag].replace("FOLDER", str(folder))
+            words += filter(None, [flag, value])
+        status = door.call(lambda: report.main(words))
+        printed = capsys.readouterr()
+        written = {}
+        for file in sorted(folder.rglob("*.*")):
+            written[file.name] = file.stat().st_size
+            file.unlink()
+        return status, printed.out, written, printed.err.replace(str(folder), "")
+
+    return call
+
+
+def names_a_flag(error, flag):
+    """Whether a message is one sentence about a flag, or about the value that it got."""
+    return error.startswith("error: ") and error.count("\n") == 1 and (flag in error or (ASKED[flag] or flag) in error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flag_and_every_pair_of_flags_acts_or_is_refused(kind, file_of, effect_of):
+    """A pair that is taken does something else than either of its flags alone, where that one does something."""
+    path = file_of(kind)
+    plain = effect_of(path, [])
+    alone = {flag: effect_of(path, [flag]) for flag in ASKED}
+    assert plain[0] == 0
+    for flag, (status, _, _, error) in alone.items():
+        assert status == 0 or names_a_flag(error, flag)
+    for first, second in itertools.combinations(ASKED, 2):
+        status, out, written, error = effect_of(path, [first, second])
+        if status:
+            assert (status, out, written) == (2, "", {})
+            assert names_a_flag(error, first) or names_a_flag(error, second)
+            continue
+        for flag, other in ((first, second), (second, first)):
+            if alone[flag] != plain:
+                assert (status, out, written) != alone[other][:3], (flag, other)
+
+
+WRITTEN = ("cifar", "knn", "beam", "heads", "untested", "temperature", "trials", "noise/human")  # by every script
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_every_file_that_a_script_writes_has_a_table(trained, capsys, name):
     file = trained / f"{name}.csv"
     assert report.main([str(file)]) == 0
     assert cells(capsys.readouterr().out, "")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("column", "reason"), [("warmup", "differ in warmup"), ("run_id", "no column tells apart")])
+def test_a_seed_that_stands_twice_in_a_line_is_refused(trained, made, name, column, reason):
+    """As of a newer version, whose setting is no column that this one knows."""
+    rows = rows_of(trained / f"{name}.csv")
+    status, text, error = made([*rows, rows[-1] | {column: "5"}], name="mine.csv")
+    assert (status, text) == (2, "")
+    assert f"mine.csv has 2 runs of {rows[-1]['method']} with seed {rows[-1]['seed']} in one line" in error
+    assert reason in error
+
+
+def test_a_setting_that_is_off_is_the_same_as_none(made, two_seeds):
+    status, _, error = made([*two_seeds, two_seeds[0] | {"label_smoothing": "0.0", "ema": ""}])
+    assert (status, "differ in label_smoothing: move" in error) == (2, True)
+
+
+def test_of_runs_that_differ_in_an_unknown_column_a_condition_keeps_one(made, two_seeds):
+    newer = [row | {"warmup": "5", "test_top1": "0.1"} for row in two_seeds]
+    status, text, _ = made([*two_seeds, *newer], "--where", "warmup=")
+    assert status == 0
+    assert cells(text, "Softmax CE")[0]["top-1 measured"] == "61.50 ± 0.71"
 
 
 def test_epochs_without_cross_entropy_have_a_table():

@@ -1,5 +1,10 @@
 """What the columns of results/*.csv mean; the meanings of flags are in --help of their scripts."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.common.settings import BY_NAME
+
 # Ranks, beams, splits, splits that are evaluated, and packages that a name with a placeholder stands for.
 PLACES = {"{k}": (1, 3, 5, 10, 20), "{b}": (1, 4, 8), "{split}": ("train", "valid", "test")}
 PLACES |= {"{evaluated}": ("valid", "test", "clean"), "{package}": ("python", "torchvision", "numpy")}
@@ -68,3 +73,25 @@ def as_markdown() -> str:
     """The table of all columns and their meanings."""
     rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {meaning} |" for key, meaning in COLUMNS.items()]
     return "\n".join(["| column | meaning |", "|---|---|", *rows])
+
+
+def differing_settings(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The settings in which rows differ, with columns that are not explained here, as of another version."""
+    explained = [name for key in COLUMNS for name in names_of(key)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = []
+    for name in names:
+        is_setting = name in BY_NAME or name not in explained
+        if is_setting and len({row.get(name, "") for row in rows}) > 1:
+            found.append(name)
+    return found
+
+
+def about_repeats(path: Path, rows: Sequence[Mapping[str, str]]) -> str:
+    """Why runs of one line with one seed are refused: which they are, and in what they differ."""
+    first = rows[0]
+    found = f"{path} has {len(rows)} runs of {first['method']} with seed {first.get('seed', '')} in one line"
+    names = differing_settings(rows)
+    if not names:
+        return f"{found}, which no column tells apart: delete all but one"
+    return f"{found}, which differ in {', '.join(names)}: move all but one to another file"
