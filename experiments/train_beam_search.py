@@ -34,7 +34,7 @@ from tqdm import tqdm
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
 from data.splits import epoch_order
 from experiments.common import door, flags
-from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, seed_all
+from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, published_p_k, seed_all
 from experiments.common.operators import BoundOperator
 from experiments.common.processes import Processes
 from experiments.common.run import Run
@@ -128,6 +128,8 @@ def misuse(args: argparse.Namespace) -> str:
         allowed = (CROSS_ENTROPY,)
     if args.method not in allowed:
         return f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}"
+    if args.arm == "cross_entropy" and args.p_k not in (None, published_p_k(CROSS_ENTROPY)):
+        return "--p_k is of --arm retain: the control has cross-entropy alone, whose P_K is 1 0 0 0 0"
     if isinstance(args.inverse_temperature, str):
         return "--inverse_temperature must be a number: candidates are no logits, and do not grow as they do"
     return ""
@@ -138,7 +140,7 @@ def misplaced(arm: str, given: Collection[str]) -> str:
     for name in ("p_k", "m", "top1_mode"):
         if name in given and arm == "soft_beam":
             return f"--{name} shapes a loss, and soft_beam uses the operator alone"
-        if name in given and arm == "cross_entropy":
+        if name in given and name != "p_k" and arm == "cross_entropy":
             return f"--{name} is of --arm retain: the control has cross-entropy alone"
     if "nll_weight" in given and arm == "cross_entropy":
         return "--nll_weight is of retain and soft_beam: the control has cross-entropy alone"

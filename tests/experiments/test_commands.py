@@ -160,7 +160,7 @@ for name in ({*train_knn.TRAINING_COLUMNS} - {*train_knn.SCHEDULE}) | {"compile"
     for method in train_knn.UNTRAINED:
         words = f"--dataset digits --method {method} --{name} {VALUES[name]}"
         FLAGS_WITHOUT_EFFECT.append((train_knn, words, f"--{name} is of"))
-for flag in ("--p_k 1 0 0 0 0", "--m 16", "--top1_mode sm", "--nll_weight 0.3"):
+for flag in ("--p_k .5 0 0 .5", "--m 16", "--top1_mode sm", "--nll_weight 0.3"):
     words = f"--arm cross_entropy --method softmax_cross_entropy --dataset reversal {flag}"
     FLAGS_WITHOUT_EFFECT.append((train_beam_search, words, f"{flag.split()[0]} is of"))
 FLAGS_WITHOUT_EFFECT.append((finetune_imagenet, f"-d EMBEDDINGS {NEITHER} --device cpu --compile", "leave it out"))
