@@ -156,7 +156,7 @@ for name in train_knn.RELAXED_COLUMNS:
     for method in BASELINES:
         words = f"--dataset digits --method {method} --{name} {VALUES[name]}"
         FLAGS_WITHOUT_EFFECT.append((train_knn, words, f"--{name} is of"))
-for name in sorted({*train_knn.TRAINING_COLUMNS} - {*train_knn.SCHEDULE}) + ["compile"]:
+for name in [*sorted({*train_knn.TRAINING_COLUMNS} - {*train_knn.SCHEDULE}), "compile"]:
     for method in train_knn.UNTRAINED:
         words = f"--dataset digits --method {method} --{name} {VALUES[name]}"
         FLAGS_WITHOUT_EFFECT.append((train_knn, words, f"--{name} is of"))
