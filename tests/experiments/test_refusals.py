@@ -23,7 +23,7 @@ from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, rows_of
 
 ROOT = Path(__file__).parents[2]
 EXECUTABLE = [path.stem for path in sorted((ROOT / "experiments").glob("*.py")) if "__main__" in path.read_text()]
-QUICK = "--dataset digits --limit_train 60 --batch_size 20 --num_candidates 20 --k 3 --n_epochs 2 --lr .01 "
+QUICK = "--dataset digits --limit_train 60 --batch_size 20 --k 3 --n_epochs 2 --lr .01 "
 QUICK += "--method softmax_cross_entropy --model linear --dim 4"
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 

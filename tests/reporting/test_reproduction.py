@@ -222,14 +222,25 @@ def test_a_table_of_what_was_chosen_says_by_which_rule(name):
 
 @pytest.mark.parametrize("repeated", ["heads.csv", "heads_trials.csv"])
 def test_runs_that_differ_in_what_trials_leave_open_are_not_pooled(repeated, yours):
-    """Copies with another precision, ten points lower: of the final runs, or of the trials that choose."""
+    """Copies without a precision, ten points lower: of the final runs, or of the trials that choose."""
     for name in ("heads_trials.csv", "heads.csv"):
         rows = read_rows(REPOSITORY / name)
         if name == repeated:
-            rows += [shifted(row, -10) | {"precision": "bf16", "run_id": f"{row['run_id']}x"} for row in rows]
+            rows += [shifted(row, -10) | {"precision": "", "run_id": f"{row['run_id']}x"} for row in rows]
         path = yours(name, rows)
     with pytest.raises(ValueError, match=rf"{repeated} has 2 runs of .* in one line, which differ in precision: move"):
         reproduction.report(path)
+
+
+def test_runs_of_another_precision_are_no_runs_of_a_study(yours):
+    for name in ("heads_trials.csv", "heads.csv"):
+        path = yours(name, read_rows(REPOSITORY / name))
+    before = reproduction.report(path)
+    for name in ("heads_trials.csv", "heads.csv"):
+        rows = read_rows(REPOSITORY / name)
+        lower = [shifted(row, -10) | {"precision": "bf16", "run_id": f"{row['run_id']}x"} for row in rows]
+        yours(name, rows + lower)
+    assert table_of(reproduction.report(path)) == table_of(before)
 
 
 def test_a_table_of_runs_that_nobody_chose_says_no_rule():

@@ -540,7 +540,9 @@ def test_every_flag_and_every_pair_of_flags_acts_or_is_refused(kind, file_of, ef
             assert names_a_flag(error, first) or names_a_flag(error, second)
             continue
         for flag, other in ((first, second), (second, first)):
-            if alone[flag] != plain:
+            # Wrong labels have no published table: none is what a table of one file has without the flag.
+            is_default = (kind, flag) == ("yours of wrong labels", "--table")
+            if alone[flag] != plain and not is_default:
                 assert (status, out, written) != alone[other][:3], (flag, other)
 
 
