@@ -243,7 +243,7 @@ def choices(folder: Path) -> dict[tuple[str, str], list[Place]]:
         for candidate in results.study.space:
             if candidate.name in results.titles:
                 trial = results.chosen[candidate.name, results.choice]
-                ranges = design.ranges | candidate.ranges
+                ranges = design.ranges_of(labels) | candidate.ranges
                 found[labels, candidate.name] = places_of(trial, ranges, design.epochs_of(labels))
     return found
 

@@ -5,18 +5,23 @@ and a choice of its own.
 """
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from studies.from_scratch import HALF, SOFTMAX
-from studies.noise import Design, Labels
+from studies.noise import Design, Labels, space
 from studies.runs import CIFAR100, RunList, Study
-from studies.tuning import Range, Rule
+from studies.tuning import Candidate, Range, Rule
 
 CLASSES = 100
 NUM_DRAWS = 10
 # Numbers of epochs that are 200, 800 or 2,400 steps of 100 images.
 EPOCHS = {5: (40, 160, 480), 20: (10, 40, 120), 100: (2, 8, 24)}
+# With 100 labels a class all choices of a first set of trials, on two draws, lay at the low edge of the learning rate,
+# and those of the sorts at the high edge of the inverse temperature: the ranges end elsewhere there.
+MANY = 100
+RATES_OF_MANY = Range(0.0001, 0.01)
+TEMPERATURES_OF_MANY = {"splitter_selection": Range(1 / 32, 4), "lapsum": Range(0.25 / 32, 1)}
 LOSSES = ("cross_entropy", "label_smoothing", "ldr_kl", "splitter_selection", "lapsum")
 DATA = Path("heads.pt")
 
@@ -40,6 +45,22 @@ class FewLabels(Design):
 
     def title(self, labels: str) -> str:
         return f"Few labels: {self.kinds[labels].title}"
+
+    def ranges_of(self, labels: str) -> dict[str, Range]:
+        if self.sizes[labels][0] == MANY:
+            return self.ranges | {"lr": RATES_OF_MANY}
+        return self.ranges
+
+    def candidates(self, labels: str, data: Path) -> tuple[Candidate, ...]:
+        if self.sizes[labels][0] != MANY:
+            return space(labels, data)
+        found = []
+        for item in space(labels, data):
+            ranges = dict(item.ranges)
+            if item.name in TEMPERATURES_OF_MANY:
+                ranges["inverse_temperature"] = TEMPERATURES_OF_MANY[item.name]
+            found.append(replace(item, ranges=ranges))
+        return tuple(found)
 
     def epochs_of(self, labels: str) -> tuple[int, ...]:
         return EPOCHS[self.sizes[labels][0]]

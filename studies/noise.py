@@ -168,6 +168,13 @@ class Design:
     def epochs_of(self, labels: str) -> tuple[int, ...]:
         return self.epochs
 
+    def ranges_of(self, labels: str) -> dict[str, Range]:
+        return self.ranges
+
+    def candidates(self, labels: str, data: Path) -> tuple[Candidate, ...]:
+        """The losses that may be tuned on a kind of labels."""
+        return space(labels, data)
+
     def study(self, labels: str, losses: Sequence[str] = (), data: Path = FOLDER, embeddings: str = "") -> Tuned:
         """The study of a kind of labels. losses: names, all of the design by default."""
         flags = self.flags(labels, data)
@@ -179,13 +186,13 @@ class Design:
             commands=OnePass(IMAGENET, trials, f"{flags} --results {trials}"),
             number=30,
             epochs=self.epochs_of(labels),
-            ranges=self.ranges,
+            ranges=self.ranges_of(labels),
         )
         last = OnePass(IMAGENET, finals, f"{flags} --results {finals}", self.seeds)
         return Tuned(
             name=f"{self.name}_{labels}",
             title=self.title(labels),
-            space=tuple(item for item in space(labels, data) if item.name in names),
+            space=tuple(item for item in self.candidates(labels, data) if item.name in names),
             rounds=(sobol,),
             finals=Finals(last, self.choices, rule=self.rule),
             embeddings=embeddings,

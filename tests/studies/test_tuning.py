@@ -413,6 +413,18 @@ def test_few_labels_train_as_many_images_as_validate_for_the_same_steps(kind):
     assert len(study.space) == len(few_labels.LOSSES) == 5
 
 
+def test_with_100_labels_a_class_the_ranges_of_rates_and_of_the_sorts_temperatures_end_elsewhere():
+    ends = {}
+    for size in ("5", "20", "100"):
+        study = few_labels.few_labels(f"labels_{size}_draw3")
+        (trials,) = study.rounds
+        rates = trials.ranges["lr"]
+        found = {item.name: item.ranges.get("inverse_temperature") for item in study.space}
+        ends[size] = (tuple(rates), found["splitter_selection"].high, found["lapsum"].high, tuple(found["ldr_kl"]))
+    assert ends["5"] == ends["20"] == ((0.0003, 0.03, False), 1, 0.25, (0.25, 2, False))
+    assert ends["100"] == ((0.0001, 0.01, False), 4, 1, (0.25, 2, False))
+
+
 def test_every_draw_of_a_design_has_other_data():
     """Kinds of labels differ in the flags of their files, or in those of their commands."""
     for design in DESIGNS.values():
