@@ -179,11 +179,10 @@ def answer(folder: Path, about: str, found: Sequence[Draws]) -> str:
     """Markdown: differences for each group over its draws, then on each draw. about: a sentence for the caption."""
     if not found:
         return NOTHING
-    first = next(iter(finished(folder).values()))
     above = (
-        f"CIFAR-100, {setup(first)} Differences of test accuracy in points. Over draws: the mean over draws, each the "
-        "mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over seeds: the interval that leaves "
-        f"out the spread of draws. {about}{about_unfinished(folder)}"
+        f"CIFAR-100, {setup(list(finished(folder).values()))} Differences of test accuracy in points. Over draws: the "
+        "mean over draws, each the mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over seeds: "
+        f"the interval that leaves out the spread of draws. {about}{about_unfinished(folder)}"
     )
     rows = markdown.table([answer_row(item) for item in found])
     details = markdown.table(draw_rows(folder, found))

@@ -5,7 +5,7 @@ differences of the trials that noisy validation chose: of every kind of labels, 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,18 +221,23 @@ def noise_table(folder: Path, labels: str) -> str:
     )
 
 
-def setup(results: Results) -> str:
-    """What all runs of a kind of labels share, and how trials are chosen, in sentences for captions."""
-    runs = next(iter(results.finals.values()))
-    first = runs.iloc[0]
-    epochs = sorted({int(row["n_epochs"]) for row in results.known.rows})
-    *others, last = map(str, epochs)
-    length = " or ".join(filter(None, [", ".join(others), last]))
+def either(numbers: Iterable[float]) -> str:
+    """Different numbers in their order: "4, 12 or 24"."""
+    *others, last = (f"{number:g}" for number in sorted(set(numbers)))
+    return " or ".join(filter(None, [", ".join(others), last]))
+
+
+def setup(every: Sequence[Results]) -> str:
+    """What all runs of some kinds of labels share, and how trials are chosen, in sentences for captions."""
+    first = every[0]
+    runs = pd.concat([next(iter(results.finals.values())).iloc[:1] for results in every])
+    run = runs.iloc[0]
+    epochs = [int(row["n_epochs"]) for results in every for row in results.known.rows]
     return (
-        f"linear classifiers on {first['backbone'].partition(':')[2]} at {first['resolution']:g} pixels, "
-        f"{first['train_images']:g} training and {first['valid_images']:g} validation images, {length} epochs of "
-        f"batches of {first['batch_size']:g}. {max(map(len, results.tried.values()))} trials of each loss. "
-        f"{results.rule.text} {TIES} Validation is its top-1 + top-5 at the end of training."
+        f"linear classifiers on {run['backbone'].partition(':')[2]} at {run['resolution']:g} pixels, "
+        f"{either(runs['train_images'])} training and {either(runs['valid_images'])} validation images, "
+        f"{either(epochs)} epochs of batches of {run['batch_size']:g}. {max(map(len, first.tried.values()))} trials of "
+        f"each loss. {first.rule.text} {TIES} Validation is its top-1 + top-5 at the end of training."
     )
 
 
@@ -240,7 +245,7 @@ def caption(folder: Path, labels: str) -> str:
     results = results_of(folder)[labels]
     num_seeds = len(results.finals[BASELINE, NOISY])
     return (
-        f"CIFAR-100, {LABELS[labels].title}: {setup(results)} Test accuracy in %, ± standard deviation over "
+        f"CIFAR-100, {LABELS[labels].title}: {setup([results])} Test accuracy in %, ± standard deviation over "
         f"{num_seeds} seeds. Δ: difference to cross-entropy, or to the loss that is named, in points, ± 95 % interval "
         "over paired seeds. \\*: Holm's method keeps it, at a family-wise error of 5 % among "
         f"{len(kept_by_holm(folder))} differences. {results.titles[results.best(ROBUST)]}: best by validation of the "

@@ -233,7 +233,9 @@ def test_few_labels_have_a_row_for_each_number_of_labels(few):
         expected.append([group, "LDR-KL − cross-entropy", *cells, str(len(kinds)), "3"])
     assert over == expected
     assert len(each) == 3
-    assert FEW_LABELS.rule.text in few_labels_answer(few.folder)
+    text = few_labels_answer(few.folder)
+    assert FEW_LABELS.rule.text in text
+    assert "2, 24, 40 or 480 epochs of batches" in text  # the least and the most of each number of labels
 
 
 def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, tmp_path, saved):
