@@ -262,7 +262,10 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
-    """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
+    """Draw NAME_P_K for each P_K: accuracy over the inverse temperature.
+
+    Of linear classifiers over its product with the standard deviation of the logits.
+    """
     parts = []
     for number, line in enumerate(temperatures.temperature_lines(runs)):
         parts.append(line.assign(line=number))

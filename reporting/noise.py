@@ -259,8 +259,8 @@ def noise_answer(folder: Path) -> str:
     A second table leaves out top-k losses with forward correction, so that both sides have as many losses.
     """
     above = (
-        f"Best of {len(RANKING)} top-k losses minus best of {len(ROBUST)} robust losses without order, each by noisy "
-        "validation. Points of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of "
+        f"Best of {len(RANKING)} top-k losses minus best of {len(ROBUST)} robust losses that do not sort, each by "
+        "noisy validation. Points of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of "
         f"{len(kept_by_holm(folder))} differences. {rule_text(folder)} Of top-k losses that tie the worse in test is "
         "shown, of robust losses the better."
     )

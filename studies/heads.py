@@ -1,6 +1,6 @@
 """Linear classifiers on embeddings with chosen settings: trials of 5 epochs, the best again with 22, ten other seeds.
 
-`more` has 30 trials around the best of each loss, and 30 of a loss without order.
+`more` has 30 trials around the best of each loss, and 30 of forward correction.
 """
 
 import shlex
@@ -20,7 +20,7 @@ HALF = ".5 0 0 0 .5"
 EVEN = ".2 .2 .2 .2 .2"
 FIFTH = "0 0 0 0 1"
 SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of the default
-# -log(share softmax + (1 - share) 5 / 100): at this inverse temperature lapsum gives each class the indicator k / n.
+# -log(share softmax + (1 - share) 5 / 100), forward correction, is lapsum with the indicator k / n for each class.
 LEVEL = METHODS["lapsum"].inverse_temperature / 1024
 SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
 CROSS_ENTROPY = ("", "--label_smoothing 0.1", "--weight_decay 0.1", "--weight_decay 1.0")
@@ -97,7 +97,7 @@ def heads(
 
 
 def more_candidates(method: str, best: str) -> list[Candidate]:
-    """Five settings of a method around the best one; of lapsum also five of the loss without order.
+    """Five settings of a method around the best one; of lapsum also five of forward correction.
 
     best: flags of the best trial.
     """
@@ -116,7 +116,7 @@ def more_candidates(method: str, best: str) -> list[Candidate]:
         level = []
         for share in SHARES:
             level.append(f"--p_k {share} 0 0 0 {1 - share:g} --m 100 --inverse_temperature {LEVEL}")
-        found.append(Candidate("without_order", "loss without order", flags, options=tuple(level)))
+        found.append(Candidate("forward_correction", "forward correction by LapSum", flags, options=tuple(level)))
     return found
 
 

@@ -61,7 +61,7 @@ def kinds_of_draws() -> dict[str, Labels]:
 
 CHOICES = {"noisy": "last_valid", "clean": "last_clean"}  # labels that choose, and the columns of their accuracy
 BASELINE = "cross_entropy"
-ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # without order, and without clean labels
+ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # that neither sort nor know clean labels
 SORTING = ("splitter_selection", "lapsum", "softsort", "df_topk", "smooth_topk")  # without forward correction
 RANKING = (*SORTING, "splitter_selection_forward", "lapsum_forward")
 NOISE_RATES = Range(0.05, 0.8, linear=True)

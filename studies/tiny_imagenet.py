@@ -1,6 +1,6 @@
 """The rows of Table 3 on Tiny-ImageNet-200: nine trials of each, ten other seeds of what validation chooses.
 
-Then six more trials of two losses, around the best of the first. `tiny_imagenet_equal` gives losses without order as
+Then six more trials of two losses, around the best of the first. `tiny_imagenet_equal` gives losses that do not sort as
 many trials as a sort has with all its P_K.
 """
 
@@ -108,7 +108,7 @@ def combinations(**values: Sequence[float | str | None]) -> tuple[str, ...]:
 
 
 def tiny_imagenet_equal(data: Path = DATA, embeddings: str = "") -> Tuned:
-    """45 trials of each of five losses, 15 settings and three learning rates: two sorts and three losses without order.
+    """45 trials of each of five losses, 15 settings and three learning rates: two sorts, three that do not sort.
 
     The sorts are those that did not lose top-1 in `tiny_imagenet`; their trials are those of all their rows there.
     """
