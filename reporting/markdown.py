@@ -163,7 +163,9 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
     parts = [f"{name}.csv", *features(runs), *seeds(runs), *machines(runs)]
     versions = set()
     if "torch_version" in runs:
-        versions = {version.partition("+")[0] for version in runs["torch_version"] if version}
+        for cell in runs["torch_version"]:
+            for version in filter(None, cell.split(", then ")):  # of a run that was resumed
+                versions.add(version.partition("+")[0])
     if versions:
         parts.append(f"PyTorch {', '.join(sorted(versions))}")
     common = []

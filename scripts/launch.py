@@ -3,8 +3,8 @@
     scripts/table1.sh --jobs 4                        # the runs of a study
     python scripts/launch.py --jobs 2 < commands.txt  # any commands, one per line; no shell expands them
 
-Flags that it does not know, and all that follows a --, go to every command. Ctrl-C and SIGTERM are passed on, a second
-one kills. After kill -9 of the launcher its runs go on, and hold the sweep's lock. The same call continues.
+Flags that it does not know, and all that follows a --, go to every command. Ctrl-C, SIGTERM and SIGHUP are passed on,
+a second one kills. After kill -9 of the launcher its runs go on, and hold the sweep's lock. The same call continues.
 """
 
 import argparse
@@ -210,7 +210,10 @@ class Launcher:
     def run_all(self) -> list[int]:
         """Run all; return the signals that stopped it."""
         before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a closed terminal ends nothing
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             before[number] = signal.signal(number, lambda number, _: self.received.append(number))
         try:
             while self.running or (self.waiting and not self.received):

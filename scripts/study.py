@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise, few_labels: kinds (default: all)")
     parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise, few_labels: losses by name (default: all)")
     parser.add_argument("--folder", type=Path, help=f"noise: folder for files of labels (default: {noise.FOLDER})")
-    parser.add_argument("--choice", choices=("noisy", "clean"), default="noisy", help="noise: which labels choose")
+    parser.add_argument("--choice", choices=("noisy", "clean"), help="noise: which labels choose (default: noisy)")
     return parser
 
 
@@ -68,8 +68,10 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     args.study = head[0]
     args.data = head[1:]
     entry = STUDIES[args.study]
-    for name in ("short", "name", "methods", "num_valid", "human", "labels", "losses", "folder"):
-        if getattr(args, name) not in (None, False) and name not in entry.options:
+    for name in ("short", "name", "methods", "num_valid", "human", "labels", "losses", "folder", "choice"):
+        value = getattr(args, name)
+        is_given = value is not None and value is not False  # 0 is given
+        if is_given and name not in entry.options:
             raise ValueError(f"{args.study} takes no --{name}")
     if entry.data != ("DATA...",) and len(args.data) != len(entry.data):
         raise ValueError(f"{args.study} takes {' '.join(entry.data) or 'no data'}, got {' '.join(args.data) or 'none'}")
@@ -286,7 +288,7 @@ def print_tables(study: Study | Tuned, args: argparse.Namespace) -> None:
     """Print the table of each file of a study that has runs, yours or this repository's."""
     for path in files_of(study):
         if path.is_file() or (args.commands and repository_file(path).is_file()):
-            print(f"\n{reproduction.report(path, args.choice, args.commands, study)}", end="")
+            print(f"\n{reproduction.report(path, args.choice or 'noisy', args.commands, study)}", end="")
         elif args.commands:
             print(f"# {study.name}: no runs yet; --dry-run prints its commands")
 

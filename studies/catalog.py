@@ -92,7 +92,9 @@ STUDIES = {
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet, has_trials=True),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more, has_trials=True),
     "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal, has_trials=True),
-    "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder"), has_trials=True),
+    "noise": Entry(
+        noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder", "choice"), has_trials=True
+    ),
     "few_labels": Entry(few_labels.few_labels, data=("FILE",), options=("labels", "losses"), has_trials=True),
     "few_labels_scratch": Entry(few_labels.few_labels_scratch),
     "noise_draws": Entry(

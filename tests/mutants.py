@@ -38,7 +38,8 @@ def read_faults() -> list[Fault]:
     """Read the faults of all files, in the order of their names."""
     faults = []
     for file in sorted(FAULTS.glob("*.txt")):
-        path, tests = "", ()
+        path = ""
+        tests = ()
         for block in file.read_text(encoding="utf-8").split("\n\n"):
             lines = block.strip("\n").split("\n")
             if lines[0].startswith("@ "):
@@ -53,7 +54,8 @@ def read_faults() -> list[Fault]:
 
 def is_stale(fault: Fault) -> bool:
     """Whether the text that the fault changes does not occur exactly once in its file, or its tests are not there."""
-    path, tests = ROOT / fault.path, [ROOT / test.partition("::")[0] for test in fault.tests]
+    path = ROOT / fault.path
+    tests = [ROOT / test.partition("::")[0] for test in fault.tests]
     return not all(map(Path.is_file, (path, *tests))) or path.read_text(encoding="utf-8").count(fault.old) != 1
 
 

@@ -53,7 +53,8 @@ def sigmoid_family(distribution: str, v: Tensor, d: Tensor, beta: float, art_lam
     if distribution == "cauchy":
         return torch.atan(v) / math.pi + 0.5
     if distribution == "optimal":
-        low, high = -1 / (16 * v), 1 - 1 / (16 * v)
+        low = -1 / (16 * v)
+        high = 1 - 1 / (16 * v)
         return torch.where(v < -0.25, low, torch.where(v > 0.25, high, v + 0.5))
     raise AssertionError(distribution)
 
@@ -111,7 +112,8 @@ def sinkhorn(
     f = torch.zeros_like(x).unsqueeze(1)
     for iteration in range(iterations):
         g = log_mass - (minus_cost + f).logsumexp(2, keepdim=True)
-        before, f = f, -math.log(n) - (minus_cost + g).logsumexp(1, keepdim=True)
+        before = f
+        f = -math.log(n) - (minus_cost + g).logsumexp(1, keepdim=True)
         if iteration % 50 == 0 and (f - before).abs().max() < 1e-13:
             break
     return n * (minus_cost + f + g).exp()
@@ -142,12 +144,15 @@ THRESHOLD_FUNCTIONS = {
 
 def threshold_mask(logits: Tensor, k: float, inverse_temperature: float, method: str) -> Tensor:
     """f(beta s - theta) (batch, n) with theta by 200 steps of bisection; k a number in (0, n]."""
-    f, z = THRESHOLD_FUNCTIONS[method], logits.double() * inverse_temperature
-    low, high = z.amin(1, keepdim=True) - 100.0, z.amax(1, keepdim=True) + 100.0
+    f = THRESHOLD_FUNCTIONS[method]
+    z = logits.double() * inverse_temperature
+    low = z.amin(1, keepdim=True) - 100.0
+    high = z.amax(1, keepdim=True) + 100.0
     for _ in range(200):
         middle = (low + high) / 2
         above = f(z - middle).sum(1, keepdim=True) > k
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        low = torch.where(above, middle, low)
+        high = torch.where(above, high, middle)
     return f(z - high) if k < logits.shape[1] else torch.ones_like(z)
 
 
@@ -210,7 +215,8 @@ def topk_cross_entropy(
     losses = []
     for b, y in enumerate(labels.tolist()):
         softmax_y = scores[b].double().softmax(0)[y]
-        total, first = torch.zeros((), dtype=torch.float64), 0 if top1_mode == "sort" else 1
+        total = torch.zeros((), dtype=torch.float64)
+        first = 0 if top1_mode == "sort" else 1
         for k in range(first, p_k.shape[1]):
             total = total + p_k[b, k] * sum(P[b, r, y] for r in range(k + 1))
         if top1_mode == "sm":
@@ -240,7 +246,8 @@ def truncated_entropy(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 def ldr_kl(logits: Tensor, labels: Tensor, inverse_temperature: float, margin: float) -> Tensor:
     """Zhu, Ying and Yang 2023, (batch,); n counts the classes that are not masked out."""
-    s, n = logits.double(), (logits > -math.inf).sum(1)
+    s = logits.double()
+    n = (logits > -math.inf).sum(1)
     margins = margin * (torch.arange(logits.shape[1]) != labels.unsqueeze(1))
     exponents = inverse_temperature * (s - s.gather(1, labels.unsqueeze(1)) + margins)
     return (exponents.logsumexp(1) - n.double().log()) / inverse_temperature

@@ -25,8 +25,13 @@ PAGES = [ROOT / "README.md", FINDINGS, *sorted(ROOT.glob("docs/findings/*.md")),
 CHOSEN_BY_ONE_SEED = re.compile(
     r"<!-- begin (front_door|findings|noise_|paired results/repository/(heads|tiny|scratch|noise_scratch))"
 )
-METRICS, SOFTMAX, SPLITTER = ["test_top1", "test_top5"], "softmax_cross_entropy", "splitter_selection"
-HALF, EVEN, FIFTH = "0.5 0 0 0 0.5", "0.2 0.2 0.2 0.2 0.2", "0 0 0 0 1"  # P_K
+METRICS = ["test_top1", "test_top5"]
+SOFTMAX = "softmax_cross_entropy"
+SPLITTER = "splitter_selection"
+# P_K
+HALF = "0.5 0 0 0 0.5"
+EVEN = "0.2 0.2 0.2 0.2 0.2"
+FIFTH = "0 0 0 0 1"
 SORTS = ["neuralsort", "softsort", "sinkhorn_sort", SPLITTER]
 
 
@@ -50,7 +55,10 @@ def gains(name, *keys, baseline=SOFTMAX):
 
 def test_each_finding_that_a_sentence_names_has_the_status_that_the_sentence_was_written_for():
     """A changed status, or a key without one here, means: read the sentences of docs/findings.md again."""
-    gain, same, loss, one = "gain", "no clear difference", "loss", "one pair"
+    gain = "gain"
+    same = "no clear difference"
+    loss = "loss"
+    one = "one pair"
     status = {"S1": one, "S2": f"top-1: {same}; top-5: {gain}", "S3": loss, "S4": same, "S5": one, "S9": one}
     status |= dict.fromkeys(("S7", "S8"), same)
     status |= dict.fromkeys(("L1", "L4"), f"top-1: {same}; top-5: {loss}")
@@ -172,7 +180,9 @@ def test_lapsum_with_a_tiny_temperature_is_forward_correction_up_to_a_constant()
 FOLDER = REPOSITORY / "noise"
 DRAWN = ["symmetric_.4", "symmetric_.4_again", "symmetric_.2", "symmetric_.2_again", "blocks_.2", "blocks_.2_again"]
 SORTS_OF_NOISE = [*SORTING[:4], "splitter_selection_forward", "lapsum_forward"]  # with half of the weight on top-1
-GAIN, LOSS, SAME = "gain", "loss", "no clear difference"
+GAIN = "gain"
+LOSS = "loss"
+SAME = "no clear difference"
 
 
 def noise_gains(labels, loss, other="cross_entropy", choices=("noisy", "noisy")):

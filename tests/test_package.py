@@ -164,7 +164,8 @@ def seeded_loss(method, logits, labels):
 
 
 def test_with_pytorch_alone_the_wheel_computes_every_method(built):
-    wanted, brought = ["torch"], set()
+    wanted = ["torch"]
+    brought = set()
     while wanted:
         name = wanted.pop()
         if name not in brought:
@@ -178,7 +179,8 @@ def test_with_pytorch_alone_the_wheel_computes_every_method(built):
     allowed = {path.parts[0].removesuffix(".py") for path in files}
     assert not {"numpy", "numba", "triton", "difftopk"} & allowed
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(4, 12, generator=generator), torch.arange(4)
+    logits = torch.randn(4, 12, generator=generator)
+    labels = torch.arange(4)
     packages = str(Path(torch.__file__).parents[1])
     data = [json.dumps(tensor.tolist()) for tensor in (logits, labels)]
     program = [sys.executable, "-I", "-S", "-c", ALONE, built, packages, " ".join([*allowed, "topk_losses"]), *data]

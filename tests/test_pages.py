@@ -46,7 +46,8 @@ def test_generated_parts_are_those_of_the_results(page):
 
 @by_page
 def test_a_decimal_number_in_prose_stands_in_a_table_of_its_page_or_in_one_that_it_links_to(page):
-    text, name = page.read_text(encoding="utf-8"), page.relative_to(pages.ROOT).as_posix()
+    text = page.read_text(encoding="utf-8")
+    name = page.relative_to(pages.ROOT).as_posix()
     linked = re.findall(r"\]\(([^)#]*(?:results/tables/[^)#]+|docs/reproduce\.md))", text)
     tables = [page.parent / target for target in linked]
     made = "".join(part[0] for source in [text, *map(read, tables)] for part in pages.PART.finditer(source))
@@ -89,7 +90,8 @@ def drawing(path):
 def places(axes):
     """The points of each mark of one panel, in shares of the panel's width and height."""
     edges = points(axes.find(f"{SVG}g/{SVG}path"))
-    low, high = edges.min(0), edges.max(0)
+    low = edges.min(0)
+    high = edges.max(0)
     found = []
     for group in axes:
         if not group.get("id").startswith(("matplotlib.axis", "legend")):
@@ -128,7 +130,8 @@ def test_figures_are_those_of_the_results(draw, tmp_path, monkeypatch):
     compared = [name for name, method in pages.METHODS.items() if not method.stochastic]
     monkeypatch.setattr(pages, "METHODS", compared)  # noise costs seconds, and differs between versions
     for path in draw(tmp_path):
-        (words, marks), (new_words, new_marks) = drawing(pages.FIGURES / path.name), drawing(path)
+        words, marks = drawing(pages.FIGURES / path.name)
+        new_words, new_marks = drawing(path)
         assert words == new_words, f"{path.name}: scripts/pages.py --figures draws it again"
         assert len(marks) == len(new_marks) > 0, path.name
         share = SHARES.get(path.stem, 1.0)

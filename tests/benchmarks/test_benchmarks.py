@@ -53,7 +53,9 @@ def test_losses_measures_ours_beside_the_contenders(measured):
 @pytest.mark.parametrize("name", contenders.installed())
 def test_a_contender_is_small_and_has_a_loss_that_trains(name):
     assert len((ROOT / "benchmarks" / "contenders" / f"{name}.py").read_text().splitlines()) <= 30
-    logits, labels, made = torch.randn(4, 20, requires_grad=True), torch.arange(4), []
+    logits = torch.randn(4, 20, requires_grad=True)
+    labels = torch.arange(4)
+    made = []
     for method in ("softsort", "noised_topk"):
         try:
             made.append(contenders.installed()[name].make(method, [0, 0, 1.0], 20, None, torch.device("cpu")))
@@ -113,7 +115,8 @@ def test_a_fine_tuning_step_beside_softmax_and_difftopk(measured):
         (n, method, heads) for n in ("40", "12") for method in every for heads in ("1", "2")
     ]
     for row in rows:
-        alone, relaxed = row["heads"] == "1", row["method"] in methods[:2]
+        alone = row["heads"] == "1"
+        relaxed = row["method"] in methods[:2]
         assert row["m"] == ("8" if row["n"] == "40" and relaxed else "")
         assert (bool(row["over_separate"]), bool(row["loss"])) == (not alone, alone)
         if row["method"] == "softmax_cross_entropy":

@@ -22,16 +22,21 @@ class FaultyServer:
     """
 
     def __init__(self, content: bytes) -> None:
-        self.content, self.etag, self.last_modified = content, '"version-1"', None
-        self.ranges, self.headers = True, {}
+        self.content = content
+        self.etag = '"version-1"'
+        self.last_modified = None
+        self.ranges = True
+        self.headers = {}
         self.error = b""  # the body of a "503" or another status
         self.faults: deque[str | None] = deque()
         self.probe_faults: deque[str | None] = deque()
         self.spans: list[tuple[int, int] | None] = []
         self.seen: list[dict[str, str]] = []
-        self.gate, self.gate_from = threading.Event(), 10**9
+        self.gate = threading.Event()
+        self.gate_from = 10**9
         self.on_request: Callable[[int], None] = lambda number: None
-        self.lock, self.closing = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.closing = threading.Event()
         self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"faulty": self}))
         self.httpd.daemon_threads = True
         self.httpd.handle_error = lambda *_: None  # clients that are killed, or give up, are no news
@@ -70,7 +75,8 @@ class Handler(BaseHTTPRequestHandler):
             server.seen.append({name.lower(): value for name, value in self.headers.items()})
             queue = server.probe_faults if span == PROBE else server.faults
             fault = queue.popleft() if queue else None
-            content, etag = server.content, server.etag
+            content = server.content
+            etag = server.etag
         if span != PROBE and number >= server.gate_from:
             server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
         if fault and fault.isdecimal():
@@ -82,9 +88,11 @@ class Handler(BaseHTTPRequestHandler):
         headers |= {"Last-Modified": server.last_modified} if server.last_modified else {}
         if span is None or not server.ranges:
             return self.answer(200, content, headers, fault)
-        start, stop = span[0], min(span[1], len(content))
+        start = span[0]
+        stop = min(span[1], len(content))
         if fault == "shifted":
-            start, stop = start + 1, min(stop + 1, len(content))
+            start = start + 1
+            stop = min(stop + 1, len(content))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         self.answer(206, content[start:stop], headers, fault)
 

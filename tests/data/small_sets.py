@@ -30,7 +30,9 @@ def write_cifar(name: str, root: Path, train: int, test: int, seed: int = 0) -> 
     for part, count, first in (("train", train, 0), ("test", test, train)):
         pixels = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
         numbers = np.arange(first, first + count)
-        pixels[:, 0], pixels[:, 1], pixels[:, 2] = numbers >> 16, (numbers >> 8) & 255, numbers & 255
+        pixels[:, 0] = numbers >> 16
+        pixels[:, 1] = (numbers >> 8) & 255
+        pixels[:, 2] = numbers & 255
         content = {"data": pixels, labels_key: (np.arange(count) % num_classes).tolist()}
         (root / folder / part).write_bytes(pickle.dumps(content, protocol=2))
     names = {names_key: [f"class{number}" for number in range(num_classes)]}

@@ -29,7 +29,8 @@ from data.cifar import (
 from data.splits import epoch_generator, epoch_order
 from tests.data.small_sets import accept_cifar, md5, write_cifar
 
-TRAIN, TEST = 400, 200
+TRAIN = 400
+TEST = 200
 
 
 def numbers_of(images: torch.Tensor) -> torch.Tensor:
@@ -97,10 +98,8 @@ def test_without_files_and_network_the_message_says_what_to_place_where(tmp_path
 
 
 def test_a_limit_shortens_both_splits_and_moves_no_image_between_them(data_dir):
-    whole, part = (
-        load_dataset("cifar100", data_dir, seed=2),
-        load_dataset("cifar100", data_dir, seed=2, limit_train=100),
-    )
+    whole = load_dataset("cifar100", data_dir, seed=2)
+    part = load_dataset("cifar100", data_dir, seed=2, limit_train=100)
     train, valid = (set(numbers_of(split.inputs).tolist()) for split in (part.train, part.valid))
     assert (len(train), len(valid)) == (95, 5)
     assert train <= set(numbers_of(whole.train.inputs).tolist())
@@ -131,7 +130,8 @@ def test_labels_stay_with_their_images_and_a_batch_is_indexing(data_dir):
 def test_pixels_are_normalised_by_the_numbers_of_the_published_code(data_dir):
     data = load_dataset("cifar100", data_dir)
     pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(-1, 3, 1, 1)  # black, white
-    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
+    mean = torch.tensor([0.4914, 0.4822, 0.4465])
+    std = torch.tensor([0.2023, 0.1994, 0.2010])
     torch.testing.assert_close(data.normalise(pixels).flatten(1), torch.stack([-mean / std, (1 - mean) / std]))
 
 
@@ -244,7 +244,8 @@ def test_cuda_gives_the_same_images_and_never_waits():
     data = load_dataset("digits", "")
     crops = sample_crops(64, epoch_generator(0, 0))
     expected = data.normalise(crop_and_flip(data.test.inputs[:64], *crops))
-    data, crops = data.to("cuda"), [part.cuda() for part in crops]
+    data = data.to("cuda")
+    crops = [part.cuda() for part in crops]
     actual = data.normalise(crop_and_flip(data.test.inputs[:64], *crops))
     torch.testing.assert_close(actual.cpu(), expected)
     generator = epoch_generator(0, 0, actual.device)

@@ -57,7 +57,8 @@ def test_a_twentieth_of_the_words_tests_and_a_fortieth_validates(max_letters, si
 
 
 def test_the_splits_are_the_same_each_time_and_a_limit_takes_the_first():
-    whole, again = load_words("reversal", 3), load_words("reversal", 3, limit_train=7)
+    whole = load_words("reversal", 3)
+    again = load_words("reversal", 3, limit_train=7)
     assert (len(again.train), len(again.valid), len(again.test)) == (7, len(whole.valid), len(whole.test))
     assert spelled(again.train) == spelled(whole.train)[:7]
 

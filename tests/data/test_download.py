@@ -96,7 +96,8 @@ def test_parts_of_another_version_are_never_mixed(source, body, tmp_path, monkey
     monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
     address = "s3://store/own.bin" if by == "etag in S3" else source.url
     if by == "date":
-        source.etag, source.last_modified = None, "Mon, 01 Jan 2024 00:00:00 GMT"
+        source.etag = None
+        source.last_modified = "Mon, 01 Jan 2024 00:00:00 GMT"
     if by == "weak etag":
         source.etag = 'W/"1"'
     other = random.Random(1).randbytes(len(body))
@@ -125,7 +126,8 @@ def test_finished_parts_are_not_asked_for_again(source, body, tmp_path):
 
 
 def test_a_sha256_decides_wherever_the_file_comes_from(source, body, tmp_path):
-    right, wrong = hashlib.sha256(body).hexdigest(), "0" * 64
+    right = hashlib.sha256(body).hexdigest()
+    wrong = "0" * 64
     path = download(source.url, tmp_path, right.upper())
     for place in (source.url, str(path)):
         assert download(place, tmp_path, right) == path
@@ -146,7 +148,8 @@ def test_messages_show_neither_passwords_nor_signatures(tmp_path):
 
 def test_a_part_is_noted_when_it_is_written(source, body, tmp_path):
     """At every file that is opened the noted parts are in their places: a process killed there leaves no hole."""
-    wrong, checking = [], threading.local()
+    wrong = []
+    checking = threading.local()
 
     def check(event, arguments):
         if event != "open" or getattr(checking, "now", False) or not str(arguments[0]).startswith(str(tmp_path)):

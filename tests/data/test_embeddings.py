@@ -50,7 +50,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("layout", PUBLISHED)
 @pytest.mark.parametrize("zipped", [True, False])
 def test_published_layouts_are_read_also_from_files_of_old_versions(tmp_path, layout, zipped):
-    parts, (train, test) = content(), PUBLISHED[layout]
+    parts = content()
+    train, test = PUBLISHED[layout]
     renamed = {key.replace("train_", f"{train}_").replace("test_", f"{test}_"): tensor for key, tensor in parts.items()}
     torch.save(renamed, tmp_path / "e.p", _use_new_zipfile_serialization=zipped)
     found = load_embeddings(tmp_path / "e.p")
@@ -68,7 +69,8 @@ def test_a_file_is_mapped_not_read_and_need_not_be_writable(path):
 
 
 def test_a_file_larger_than_the_memory_is_mapped_in_another_way(path, monkeypatch):
-    real, options = torch.load, []
+    real = torch.load
+    options = []
 
     def refused(*arguments, **others):
         options.append(torch.serialization.get_default_mmap_options())
@@ -282,7 +284,8 @@ def test_streamed_batches_are_the_others_from_any_start(tmp_path_factory, batch,
         patch.setattr(embeddings_module, "WINDOW_ROWS", 64)
         path = tmp_path_factory.mktemp("set") / "e.pt"
         torch.save(content(), path)
-        split, rows = load_embeddings(path)["train"], split_rows(ROWS, 300, seed)[0]
+        split = load_embeddings(path)["train"]
+        rows = split_rows(ROWS, 300, seed)[0]
         whole = row_numbers(batches(split, rows, batch, epoch, seed, CPU))
         assert len(whole) == len(rows) // batch  # the last partial batch is dropped
         flat = [row for numbers in whole for row in numbers]
@@ -304,7 +307,8 @@ def test_validation_and_training_rows_are_disjoint_and_complete():
 
 
 def test_the_first_row_that_is_not_finite_is_named(path):
-    data, rows = load_embeddings(path), {"valid": torch.arange(0, ROWS, 3), "test": torch.arange(30)}
+    data = load_embeddings(path)
+    rows = {"valid": torch.arange(0, ROWS, 3), "test": torch.arange(30)}
     check_rows(data, rows)
     data["train"].inputs[601] = torch.nan  # not among them
     check_rows(data, rows)

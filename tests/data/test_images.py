@@ -9,7 +9,9 @@ from PIL import Image, features
 
 from data.images import ImageFolder, find_splits, load_rgb, open_folders
 
-LEFT, RIGHT = 64, 200  # grey values, of 255, of the two halves of each test image
+# Grey values, of 255, of the two halves of each test image.
+LEFT = 64
+RIGHT = 200
 
 
 def halves(dtype=np.uint8, factor=1) -> np.ndarray:

@@ -73,7 +73,9 @@ def test_as_many_validate_as_published(folder, name):
 @pytest.mark.parametrize("name", CIFARS)
 def test_the_cifars_are_normalised_as_published(folder, name):
     points = load_points(name, folder)
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # CIFAR-10's, also for CIFAR-100
+    # CIFAR-10's, also for CIFAR-100.
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2023, 0.1994, 0.2010)
     oracle = CIFARS[name][0](folder, train=False, transform=Compose([ToTensor(), Normalize(mean, std)]))
     expected = torch.stack([image for image, _ in oracle])
     torch.testing.assert_close(points.normalise(points.test.inputs), expected, rtol=1e-4, atol=1e-5)

@@ -25,7 +25,8 @@ def command(name: str, words: list[str], environment: dict[str, str], killed_at:
     """
     os.environ.update(environment)
     train_cifar100.resnet_cifar = scripts.small_network
-    real, numbers = os.replace, iter(range(10**9))
+    real = os.replace
+    numbers = iter(range(10**9))
 
     def replace(source: str, target: str) -> None:
         number = next(numbers)

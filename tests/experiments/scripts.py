@@ -55,7 +55,8 @@ def small_network(name: str, num_classes: int) -> nn.Module:
 
 def embeddings(path: Path, num_classes: int = 8, train: int = 130, dim: int = 6) -> Path:
     """A file of embeddings, made once."""
-    generator, content = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    content = {}
     centres = torch.randn(num_classes, dim, generator=generator)
     for split, rows in (("train", train), ("test", 40)):
         labels = torch.arange(rows) % num_classes

@@ -56,7 +56,8 @@ def test_a_row_has_its_flags_and_a_second_command_is_skipped(run, script, tmp_pa
 
 @each_script
 def test_force_repeats_the_run_with_the_same_bits(run, script, tmp_path):
-    rows, first = run(script), outcome(tmp_path / "r.csv")
+    rows = run(script)
+    first = outcome(tmp_path / "r.csv")
     again = run(script, "--force")
     assert outcome(tmp_path / "r.csv") == first
     assert [row["times_resumed"] for row in again] == ["0"] * len(rows)
@@ -66,7 +67,8 @@ def test_force_repeats_the_run_with_the_same_bits(run, script, tmp_path):
 @each_script
 def test_seeds_are_runs_of_their_own(run, script, tmp_path):
     run(script, "--seeds 2 5")
-    together, apart = outcome(tmp_path / "r.csv"), {}
+    together = outcome(tmp_path / "r.csv")
+    apart = {}
     for seed in (5, 2):
         run(script, f"--seed {seed}", results=tmp_path / str(seed) / "r.csv")
         apart |= outcome(tmp_path / str(seed) / "r.csv")

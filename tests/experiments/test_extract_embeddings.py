@@ -151,7 +151,8 @@ def test_from_a_trained_network_to_heads_on_its_features(tmp_path, capsys):
     flags = "--dataset digits --workers 0 --device cpu --threads 1"
     extract("--checkpoint", run, "--output", tmp_path / "e.pt", flags=flags)
     assert "epochs" not in capsys.readouterr().err
-    found, data = load_embeddings(tmp_path / "e.pt"), load_dataset("digits", "", seed=3, limit_train=60)
+    found = load_embeddings(tmp_path / "e.pt")
+    data = load_dataset("digits", "", seed=3, limit_train=60)
     # Divided as when it was trained.
     for split in ("train", "valid", "test"):
         assert torch.equal(found[split].labels, getattr(data, split).labels)
@@ -296,7 +297,8 @@ def test_a_flag_changes_the_file(flag, images, others, tmp_path):
 
 
 def test_flags_of_speed_and_place(images, tmp_path):
-    sizes, children = [], []
+    sizes = []
+    children = []
 
     def note(module, inputs) -> None:
         if not isinstance(inputs[0], torch.Tensor) or inputs[0].dim() != 4:  # an image, which is being transformed

@@ -127,7 +127,8 @@ def waits_between_checkpoints(run: Run) -> None:
                 [steps for place, file, steps in written if place == folder and wanted(file)]
                 for wanted in (re.compile(r"\w+\.csv").fullmatch, re.compile("checkpoint.pt").fullmatch)
             )
-            expected, last = [], begun
+            expected = []
+            last = begun
             for steps in evaluated:
                 if (steps - last) * run.clock.step >= seconds or steps == evaluated[-1]:
                     expected.append(steps)
@@ -212,7 +213,8 @@ def reads_the_folder(run: Run) -> None:
 def is_another_row(run: Run) -> None:
     """--also: a second head, whose figures are its own; the first one's stay."""
     base = BASES[run.script]
-    one, two = run(base), run(f"{base} --also '--method lapsum'")
+    one = run(base)
+    two = run(f"{base} --also '--method lapsum'")
     assert [row["method"] for row in two.rows] == ["softsort", "lapsum"]
     assert two.figures[0] == one.figures[0] != two.figures[1]
 
@@ -312,7 +314,8 @@ def every_method_of_neighbours(run: Run) -> None:
     Differ(f"{BASELINE} --method softmax_cross_entropy", "--method pca")(run)
 
 
-KNN, BEAM = BASES[train_knn], BASES[train_beam_search]
+KNN = BASES[train_knn]
+BEAM = BASES[train_beam_search]
 LABELS = "-d {files}/e.pt --batch_size 25 --n_epochs 2 --method forward_correction"
 FLAGS: dict[ModuleType, dict[str, Callable[[Run], None]]] = {
     train_cifar100: run_flags(train_cifar100)

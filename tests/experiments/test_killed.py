@@ -52,7 +52,8 @@ STATES = {
 
 def killed_at_each_file(script, words: list[str]) -> int:
     """Kill a command at the first file that it writes, then at the second, and so on; return how often."""
-    number, status = 0, fork(script, words, killed_at=0)
+    number = 0
+    status = fork(script, words, killed_at=0)
     while status == -signal.SIGKILL:
         number += 1
         status = fork(script, words, killed_at=number)
@@ -66,7 +67,8 @@ def test_training(state, tmp_path, monkeypatch):
     monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
     monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
     flags = flags.replace("EMBEDDINGS", str(scripts.embeddings(tmp_path / "e.pt")))
-    words, (whole, killed) = [*shlex.split(flags), *MACHINE.split()], (tmp_path / name for name in ("whole", "killed"))
+    words = [*shlex.split(flags), *MACHINE.split()]
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
     assert script.main([*words, "--results", str(whole / "r.csv")]) == 0
     assert killed_at_each_file(script, [*words, "--results", str(killed / "r.csv")]) > 3
     assert outcome(killed / "r.csv") == outcome(whole / "r.csv")
@@ -79,7 +81,9 @@ def test_training(state, tmp_path, monkeypatch):
 
 
 def test_extraction(tmp_path):
-    words, (whole, killed) = [*EXTRACT.split(), "--device", "cpu", "--threads", "1"], (tmp_path / "w", tmp_path / "k")
+    words = [*EXTRACT.split(), "--device", "cpu", "--threads", "1"]
+    whole = tmp_path / "w"
+    killed = tmp_path / "k"
     assert extract_embeddings.main([*words, "--output", str(whole / "e.pt")]) == 0
     assert killed_at_each_file(extract_embeddings, [*words, "--output", str(killed / "e.pt")]) > 3
     assert (killed / "e.pt").read_bytes() == (whole / "e.pt").read_bytes()

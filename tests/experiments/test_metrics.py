@@ -36,7 +36,8 @@ def slow_rank(scores: list[float], label: int) -> int:
 @given(batches())
 def test_ranks_and_hits_agree_with_a_stable_sort(batch):
     rows, labels = batch
-    logits, labels_tensor = torch.tensor(rows), torch.tensor(labels)
+    logits = torch.tensor(rows)
+    labels_tensor = torch.tensor(labels)
     ranks = [slow_rank(row, label) for row, label in zip(rows, labels)]
     hits = [sum(rank <= min(k, len(rows[0])) for rank in ranks) for k in TOP_K]
     assert count_hits(logits, labels_tensor).tolist() == hits
@@ -44,7 +45,8 @@ def test_ranks_and_hits_agree_with_a_stable_sort(batch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_counted_without_a_conversion(dtype):
-    logits, labels = torch.eye(30, dtype=dtype), torch.arange(30)
+    logits = torch.eye(30, dtype=dtype)
+    labels = torch.arange(30)
     assert count_hits(logits, labels).tolist() == [30] * 5
 
 

@@ -12,7 +12,9 @@ from experiments.train_knn import LOSSES, NeighbourLoss, majority, nearest, squa
 from tests.methods import RELAXED
 from topk_losses import make_operator
 
-QUERIES, CANDIDATES, K = 7, 12, 3
+QUERIES = 7
+CANDIDATES = 12
+K = 3
 
 
 def batch(dtype: torch.dtype = torch.float64):
@@ -38,9 +40,11 @@ def brute_force(queries: torch.Tensor, points: torch.Tensor, k: int) -> torch.Te
 def test_the_search_is_exact_however_it_is_tiled(monkeypatch, tile):
     monkeypatch.setattr(train_knn, "QUERY_ROWS", 8)
     generator = torch.Generator().manual_seed(tile)
-    queries, points = torch.randn(21, 6, generator=generator), torch.randn(301, 6, generator=generator)
+    queries = torch.randn(21, 6, generator=generator)
+    points = torch.randn(301, 6, generator=generator)
     # Far from the origin, where a product of the vectors as they are has lost the distances.
-    queries, points = queries + 300, points + 300
+    queries = queries + 300
+    points = points + 300
     assert torch.equal(nearest(queries, points.split(tile), 9), brute_force(queries, points, 9))
 
 

@@ -16,7 +16,8 @@ P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_h
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:difftopk")
 @pytest.mark.parametrize("method", [*IN_DIFFTOPK, "bitonic__non_sparse"])
 def test_value_and_gradient_agree(method):
-    logits, labels = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+    logits = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(8)
     results = []
     for build in (make_loss, make_official_loss):
         scores = logits.clone().requires_grad_()

@@ -19,12 +19,21 @@ from tests.experiments.oracle import check_choice, check_history, history_of, ru
 from tests.experiments.scripts import rows_of
 from topk_losses import make_loss
 
-DIM, CLASSES, TRAIN, VALID, BATCH, EPOCHS, EVERY, LR = 12, 64, 420, 110, 35, 3, 3, 0.02
+DIM = 12
+CLASSES = 64
+TRAIN = 420
+VALID = 110
+BATCH = 35
+EPOCHS = 3
+EVERY = 3
+LR = 0.02
 FLAGS = f"--num_valid {VALID} --batch_size {BATCH} --n_epochs {EPOCHS} --eval_freq {EVERY} --lr {LR} "
 # The published settings for ImageNet: the default temperature, m and the softmax for the top-1 term.
 SORTS = {"m": 16, "inverse_temperature": 0.5, "top1_mode": "sm"}
 NETWORK = {**SORTS, "inverse_temperature": 1.0, "distribution": "logistic_phi", "art_lambda": 0.5}
-HALF, EVEN, TOP5 = [0.5, 0, 0, 0, 0.5], [0.2] * 5, [0, 0, 0, 0, 1.0]
+HALF = [0.5, 0, 0, 0, 0.5]
+EVEN = [0.2] * 5
+TOP5 = [0, 0, 0, 0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +62,10 @@ def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0,
     model = nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=weight_decay, fused=True)
     loss_fn = make_loss(method, p_k, num_classes=CLASSES, **settings)
-    steps, found, losses, number = len(train) // BATCH, [], [], 0
+    steps = len(train) // BATCH
+    found = []
+    losses = []
+    number = 0
     for epoch in range(1, EPOCHS + 1):
         order = epoch_order(len(train), seed, epoch)
         for step, rows in enumerate(train[order].split(BATCH)[:steps], start=1):
@@ -149,9 +161,10 @@ def test_mixup_is_a_function_of_seed_and_step():
 
 
 def test_an_evaluation_at_the_end_only_is_the_last_of_many(store, results):
-    flags, other = f"{FLAGS} -d {store} --method softmax_cross_entropy", '--also "--method softsort"'
+    flags = f"{FLAGS} -d {store} --method softmax_cross_entropy"
+    other = '--also "--method softsort"'
     (row,) = run(script, flags, results)
-    (row_at_end, other_at_end) = run(script, f"{flags} --eval_freq 0 {other}", results.with_name("end.csv"))
+    row_at_end, other_at_end = run(script, f"{flags} --eval_freq 0 {other}", results.with_name("end.csv"))
     assert row_at_end["last_test_loss"] == row["last_test_loss"]
     assert row_at_end["last_valid_top1"] == row["last_valid_top1"]
     for recorded in (row_at_end, other_at_end):

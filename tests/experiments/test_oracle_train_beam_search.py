@@ -21,7 +21,12 @@ from models.encoder_decoder import EncoderDecoder
 from tests.experiments.oracle import check_history, history_of, run
 from topk_losses import make_loss, make_operator
 
-K, BATCH, SEED, PRETRAIN, UPDATES, EVERY = 3, 16, 1, 40, 5, 5
+K = 3
+BATCH = 16
+SEED = 1
+PRETRAIN = 40
+UPDATES = 5
+EVERY = 5
 FLAGS = (
     f"--dataset reversal --max_letters 4 --hidden_dim 12 --batch_size {BATCH} --beam_size {K} --seed {SEED} "
     f"--pretrain_updates {PRETRAIN} --pretrain_lr .02 --n_updates {UPDATES} --lr .005 --eval_freq {EVERY} "
@@ -33,8 +38,10 @@ def beam_of(model, letters, size, right=None):
 
     right: the phonemes of a reading, which then stays in the beam; else it goes on until every hypothesis has ended.
     """
-    V, encoded = model.num_phonemes, model.encode(letters.unsqueeze(0))
-    beam, gold = [((), torch.zeros(()), encoded.state)], 0  # phonemes, score, state
+    V = model.num_phonemes
+    encoded = model.encode(letters.unsqueeze(0))
+    beam = [((), torch.zeros(()), encoded.state)]  # phonemes, score, state
+    gold = 0
     for step in range(len(right) if right else 30):
         candidates = []
         for phonemes, score, state in beam:
@@ -73,7 +80,8 @@ def rates(model, split, size):
     for letters, (reading,) in zip(split.letters, split.readings):
         *_, (_, _, found) = beam_of(model, letters, size)
         found = [tuple(p for p in phonemes if p != END) for phonemes in found]
-        distance, wrong = distance + edits(found[0], reading), wrong + (found[0] != reading)
+        distance = distance + edits(found[0], reading)
+        wrong = wrong + (found[0] != reading)
         held += reading in found
     phonemes = sum(len(reading) for (reading,) in split.readings)
     return {"per": distance / phonemes, "wer": wrong / len(split), "gold": held / len(split)}
@@ -81,9 +89,13 @@ def rates(model, split, size):
 
 def soft_probabilities(model, letters, reading):
     """The probability of each phoneme of a reading in the best hypothesis of one word's soft beam at its end."""
-    V, encoded = model.num_phonemes, model.encode(letters.unsqueeze(0))
-    states, inputs = encoded.state.unsqueeze(1), model.phonemes(torch.tensor([[END]]))
-    scores, ended, choices = torch.zeros(1), torch.zeros(1), []
+    V = model.num_phonemes
+    encoded = model.encode(letters.unsqueeze(0))
+    states = encoded.state.unsqueeze(1)
+    inputs = model.phonemes(torch.tensor([[END]]))
+    scores = torch.zeros(1)
+    ended = torch.zeros(1)
+    choices = []
     only_end = (torch.arange(V) == END).float()
     for _ in reading:
         after = model.advance(inputs, states)
@@ -96,7 +108,8 @@ def soft_probabilities(model, letters, reading):
         inputs = torch.stack([(row.sum(0).unsqueeze(1) * model.phonemes.weight).sum(0) for row in weights]).unsqueeze(0)
         states = torch.stack([(row.sum(1).unsqueeze(1) * after[0]).sum(0) for row in weights]).unsqueeze(0)
         ended = weights[:, :, END].sum(1).clamp(0, 1)
-    found, share = [], torch.eye(K)[0]  # of each hypothesis in the best one
+    found = []
+    share = torch.eye(K)[0]  # of each hypothesis in the best one
     for weights, phoneme in zip(reversed(choices), reversed(reading)):
         traced = sum(part * row for part, row in zip(share, weights))  # (Q, V)
         found.append(traced[:, phoneme].sum())
@@ -112,7 +125,9 @@ def soft_beam_loss(model, word, reading):
 
 def batch_loss(model, letters, readings, loss_fn):
     """The mean of -log p over the phonemes and ends; with a loss_fn 0.3 times that, and the loss in the beam."""
-    total, count, cross_entropy = torch.zeros(()), sum(map(len, readings)), torch.zeros(())
+    total = torch.zeros(())
+    count = sum(map(len, readings))
+    cross_entropy = torch.zeros(())
     for word, reading in zip(letters, readings):
         encoded = model.encode(word.unsqueeze(0))
         log_probs = model.forced(encoded, torch.tensor([reading]))[0]
@@ -130,7 +145,8 @@ def fit(model, words, loss_fn, before, updates, lr):
     optimizer = torch.optim.Adam(model.parameters(), lr)
     letters, phonemes = words.train.pairs()
     readings = [[*(p for p in row if p != END), END] for row in phonemes.tolist()]
-    found, losses = [], []
+    found = []
+    losses = []
     for update in range(updates):
         epoch, place = divmod(before + update, len(letters) // BATCH)
         chosen = epoch_order(len(letters), SEED, epoch)[place * BATCH : (place + 1) * BATCH].tolist()
@@ -195,7 +211,8 @@ def test_the_nearest_reading_is_the_one_with_the_smallest_rate():
 
 def test_any_reading_counts():
     torch.manual_seed(0)
-    model, letters = EncoderDecoder(5, 4, hidden_dim=3), torch.tensor([[1, 2], [3, 4]])
+    model = EncoderDecoder(5, 4, hidden_dim=3)
+    letters = torch.tensor([[1, 2], [3, 4]])
     model.scores.bias.data[END] = -99.0  # no hypothesis ends
     found = beam_search(model, model.encode(letters), 1, script.MAX_STEPS).phonemes[:, 0].tolist()
     readings = [[(1, 1, 1), tuple(phonemes)] for phonemes in found]

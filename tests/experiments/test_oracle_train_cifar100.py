@@ -25,11 +25,16 @@ from tests.experiments.scripts import small_network
 from topk_losses import make_loss
 
 FLAGS = "--dataset digits --limit_train 600 --batch_size 64 --n_epochs 3 --seed 1 "
-BATCH, EPOCHS, SEED = 64, 3, 1
+BATCH = 64
+EPOCHS = 3
+SEED = 1
 # The published settings for CIFAR-100, whatever the script's defaults are: all scores, and cross-entropy beside P_K.
 SORTS = {"m": None, "inverse_temperature": 0.0625, "top1_mode": "smce"}
 NETWORK = {**SORTS, "inverse_temperature": 0.5, "distribution": "logistic_phi", "art_lambda": 0.5}
-HALF, QUARTER, EVEN, TOP5 = [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.2] * 5, [0, 0, 0, 0, 1.0]
+HALF = [0.5, 0, 0, 0, 0.5]
+QUARTER = [0.25, 0, 0, 0, 0.75]
+EVEN = [0.2] * 5
+TOP5 = [0, 0, 0, 0, 1.0]
 CASES = {  # the flags, and what they must come to
     "noise": ("--method softmax_cross_entropy --label_noise .5", [1.0, 0, 0, 0, 0], {}, {"label_noise": 0.5}),
     "people": ("--method softsort --noisy_labels PEOPLE", EVEN, SORTS, {"people": True}),
@@ -72,10 +77,16 @@ def plain_loop(
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # what is evaluated
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay, fused=True)
     loss_fn = make_loss(method, p_k, num_classes=10, **settings)
-    steps, taken, found, crops_of = len(clean.train) // BATCH, 0, [], []
+    steps = len(clean.train) // BATCH
+    taken = 0
+    found = []
+    crops_of = []
     for epoch in range(1, EPOCHS + 1):
         model.train(), loss_fn.train()
-        losses, crops, hits, generator = [], [], [], epoch_generator(SEED, epoch)
+        losses = []
+        crops = []
+        hits = []
+        generator = epoch_generator(SEED, epoch)
         loss_fn.generator = noise_generator(torch.device("cpu"), SEED, epoch, 0)
         for rows in epoch_order(len(clean.train), SEED, epoch).split(BATCH)[:steps]:
             crops.append(sample_crops(BATCH, generator))
@@ -132,7 +143,8 @@ def test_the_figures_are_those_of_a_plain_training_loop(case, results, tmp_path,
 
 
 def test_noise_of_a_loss_differs_between_epochs():
-    loss_fn, drawn = nn.Module(), []
+    loss_fn = nn.Module()
+    drawn = []
     for epoch in (1, 2):
         loss_fn.generator = noise_generator(torch.device("cpu"), SEED, epoch, 0)
         drawn.append(torch.rand(4, generator=loss_fn.generator))

@@ -16,7 +16,12 @@ from tests.data.small_sets import accept_cifar, write_cifar
 from tests.experiments.oracle import check_choice, check_history, history_of, run
 from topk_losses import SortedSoftTopK, make_operator
 
-K, QUERIES, CANDIDATES, EPOCHS, SEED, LIMIT = 4, 30, 40, 3, 2, 300
+K = 4
+QUERIES = 30
+CANDIDATES = 40
+EPOCHS = 3
+SEED = 2
+LIMIT = 300
 FLAGS = (
     f"--limit_train {LIMIT} --model linear --dim 6 --k {K} --batch_size {QUERIES} --n_epochs {EPOCHS} --seed {SEED} "
 )
@@ -60,7 +65,8 @@ def plain_loop(
     images: of CIFAR-10 in the folder, cropped and flipped, in place of digits.
     """
     points = load_points("cifar10" if images else "digits", folder, seed=SEED, limit_train=LIMIT)
-    train, inputs = points.train, points.normalise(points.train.inputs)
+    train = points.train
+    inputs = points.normalise(points.train.inputs)
     torch.manual_seed(SEED)
     embed = embedder("linear", points.train.inputs.shape[1:], 6)
     classify = None if method else torch.nn.Linear(6, 10)
@@ -70,7 +76,8 @@ def plain_loop(
     temperature = beta
     if sorted:
         operator = SortedSoftTopK()
-    steps, found = len(train) // QUERIES, []
+    steps = len(train) // QUERIES
+    found = []
 
     def embedded(images):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -112,7 +119,8 @@ def plain_loop(
         with torch.no_grad():
             places = embedded(inputs)
             for name, split in (("valid", points.valid), ("test", points.test)):
-                asked, right = embedded(points.normalise(split.inputs)), 0
+                asked = embedded(points.normalise(split.inputs))
+                right = 0
                 for place, label in zip(asked, split.labels.tolist()):
                     nearest = (place - places).square().sum(1).argsort()[:K]
                     predicted = int(classify(place).argmax()) if classify else majority(train.labels[nearest].tolist())

@@ -60,7 +60,8 @@ def package(tmp_path):
 def test_a_script_trains_with_an_own_method(way, package, tmp_path):
     if way == "register":
         (package / "entry_points.txt").unlink()
-    rows, labels = torch.randn(60, 8), torch.arange(60) % 6
+    rows = torch.randn(60, 8)
+    labels = torch.arange(60) % 6
     splits = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
     torch.save(splits, tmp_path / "heads.pt")
     flags = [*HEADS.split(), "-d", str(tmp_path / "heads.pt")]

@@ -34,7 +34,9 @@ def words_of(script, folder: Path, flags: str | None = None) -> list[str]:
 
 @given(st.integers(1, 40), st.integers(1, 20))
 def test_shares_divide_a_batch(length, count):
-    processes, end, lengths = Processes(), 0, []
+    processes = Processes()
+    end = 0
+    lengths = []
     processes.count = count
     if length < count:
         with pytest.raises(EXPECTED, match=f"of {length} for {count} processes: start fewer"):

@@ -12,7 +12,9 @@ from models.beam_search import beam_search, marginals, soft_beam
 from models.encoder_decoder import END, EncoderDecoder
 from topk_losses import RELAXATIONS, SortedSoftTopK, make_operator
 
-NUM_LETTERS, V, STEPS = 5, 6, 5
+NUM_LETTERS = 5
+V = 6
+STEPS = 5
 WORDS = torch.tensor([[1, 2, 3, 4], [2, 4, END, END], [3, END, END, END]])
 
 
@@ -48,7 +50,9 @@ def log_likelihood(model: EncoderDecoder, word: torch.Tensor, phonemes: list[int
 def test_steps_one_by_one_are_the_forced_ones(model):
     phonemes = torch.tensor([[1, 2, 3, END], [4, END, END, END], [5, 5, 1, 2]])
     encoded = model.encode(WORDS)
-    states, last, found = encoded.state.unsqueeze(1), torch.full((3, 1), END), []
+    states = encoded.state.unsqueeze(1)
+    last = torch.full((3, 1), END)
+    found = []
     for step in range(4):
         states = model.advance(model.phonemes(last), states)
         found.append(model.log_probs(states, encoded))
@@ -57,7 +61,8 @@ def test_steps_one_by_one_are_the_forced_ones(model):
 
 
 def test_padding_of_a_word_changes_nothing(model):
-    alone, longer = model.encode(WORDS[1:2, :2]), model.encode(nn.functional.pad(WORDS[1:2], (0, 3)))
+    alone = model.encode(WORDS[1:2, :2])
+    longer = model.encode(nn.functional.pad(WORDS[1:2], (0, 3)))
     together = model.encode(WORDS)
     states = alone.state.unsqueeze(1)
     for encoded, row in ((longer, 0), (together, 1)):
@@ -133,7 +138,7 @@ def test_marginals_are_distributions_up_to_the_length(model, method):
     torch.testing.assert_close(found.sum(2), expected)
     assert found.min() > -1e-9
     # What lies behind a word's length is of no account.
-    (shorter, _) = soft_beam(model, model.encode(WORDS), 3, 1, operator(method, 3, 2.0))
+    shorter, _ = soft_beam(model, model.encode(WORDS), 3, 1, operator(method, 3, 2.0))
     torch.testing.assert_close(found[1, :1], marginals(shorter, torch.tensor([1, 1, 1]))[1])
 
 

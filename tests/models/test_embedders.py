@@ -38,7 +38,8 @@ def test_the_embeddings_of_the_cnn_end_in_a_relu_and_those_of_the_resnet_do_not(
 # Of Grover et al. 2019: the convolution and the first stage keep 32x32 (of MNIST 28x28), each later stage halves it.
 @pytest.mark.parametrize(("side", "sides"), [(32, [32, 16, 8, 4]), (28, [28, 14, 7, 4])])
 def test_each_stage_of_the_resnet_halves_the_maps(side, sides):
-    found, network = [], embedder("preact_resnet18", (3, side, side))
+    found = []
+    network = embedder("preact_resnet18", (3, side, side))
     for module in network.modules():
         if isinstance(module, PreActBlock):
             module.register_forward_hook(lambda block, inputs, maps: found.append(tuple(maps.shape[1:])))

@@ -31,7 +31,8 @@ def test_words_are_read_from_both_ends(model):
         ends = []
         states = []
         for ending, order in (("", 1), ("_reverse", -1)):
-            state, read = torch.zeros(4).double(), []
+            state = torch.zeros(4).double()
+            read = []
             for letter in letters if order == 1 else letters.flip(0):
                 state = cell(model.encoder, ending)(letter, state)
                 read.append(state)

@@ -84,7 +84,8 @@ def gradient_of_few(few, batch, outputs, dtype=torch.float32):
 )
 def test_gradients_by_entries_are_those_by_products(few, batch, outputs, hidden_dims, nan, dtype):
     made = small(num_classes=outputs, hidden_dims=hidden_dims).to(dtype)
-    embeddings, gradient = torch.randn(batch, 6, dtype=dtype), gradient_of_few(few, batch, outputs, dtype)
+    embeddings = torch.randn(batch, 6, dtype=dtype)
+    gradient = gradient_of_few(few, batch, outputs, dtype)
     if nan:
         gradient[-1, 1] = math.nan
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
@@ -100,7 +101,8 @@ def test_gradients_by_entries_are_those_by_products(few, batch, outputs, hidden_
 @pytest.mark.parametrize("hidden_dims", [(), (5,)])
 def test_gradients_by_entries_under_autocast(hidden_dims):
     arguments = small(hidden_dims=hidden_dims), torch.randn(7, 6), gradient_of_few(3, 7, 30)
-    found, expected = gradients(*arguments, enabled=True), by_products(*arguments, enabled=True)
+    found = gradients(*arguments, enabled=True)
+    expected = by_products(*arguments, enabled=True)
     for ours, theirs in zip(found, expected):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
@@ -119,6 +121,8 @@ def test_a_second_derivative_is_that_of_products():
 
 
 def test_a_compiled_head_is_one_graph_of_products():
-    made, embeddings, gradient = small(), torch.randn(7, 6), gradient_of_few(3, 7, 30)
+    made = small()
+    embeddings = torch.randn(7, 6)
+    gradient = gradient_of_few(3, 7, 30)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled, embeddings, gradient), gradients(made, embeddings, gradient))

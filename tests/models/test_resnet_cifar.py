@@ -23,7 +23,8 @@ def test_training_steps_are_torchvisions_apart_from_the_first_convolution():
     theirs = torchvision.models.resnet18(num_classes=100).double()
     theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False).double()
     theirs.load_state_dict(ours.state_dict())
-    batch, labels = images(8).double(), torch.arange(8)
+    batch = images(8).double()
+    labels = torch.arange(8)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ours, theirs)]
     for _ in range(2):
         losses = []
@@ -53,14 +54,16 @@ def test_the_networks_are_torchvisions_with_names_features_and_convolutions_for_
     assert len(layers) == small_maps
     assert {path.split(".")[0] for path in layers} == {"layer3", "layer4"}  # the last two stages
     with torch.no_grad():
-        features, logits = model.features(images(2)), model(images(2))
+        features = model.features(images(2))
+        logits = model(images(2))
     assert features.shape == (2, width)
     torch.testing.assert_close(model.fc(features), logits)
 
 
 def test_each_stage_has_the_published_maps():
     """The first convolution has stride 1, the max-pool stays, and each stage but the first halves the maps."""
-    model, found = resnet_cifar("resnet18", 10), {}
+    model = resnet_cifar("resnet18", 10)
+    found = {}
     for name, module in model.named_children():
         module.register_forward_hook(lambda module, inputs, maps, name=name: found.update({name: maps.shape[-1]}))
     model(images(1))

@@ -69,7 +69,8 @@ def write(tmp_path):
 
     def call(*rows, name="r.csv", **how):
         columns = dict.fromkeys(column for row in rows for column in row)
-        encoding, quoted = how.pop("encoding", None), {"delimiter": how.pop("sep", ","), **how}
+        encoding = how.pop("encoding", None)
+        quoted = {"delimiter": how.pop("sep", ","), **how}
         with (tmp_path / name).open("w", newline="", encoding=encoding) as file:
             writer = csv.DictWriter(file, columns, restval="", **{"lineterminator": "\n"} | quoted)
             writer.writeheader()
@@ -82,7 +83,8 @@ def write(tmp_path):
 @pytest.fixture
 def saved(monkeypatch):
     """The figures that are saved from now on."""
-    figures, save = [], Figure.savefig
+    figures = []
+    save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **how: figures.append(self) or save(self, *rest, **how))
     return figures
 

@@ -24,9 +24,11 @@ def write_run(trained, tmp_path):
 
     def call(run_id, num_epochs, method=SOFTMAX, seed=0, flags=(), **metrics):
         """flags: of the run. metrics: of an epoch, where they are not .5."""
-        folder, run = folders[SOFTMAX if method == SOFTMAX else "neuralsort"], tmp_path / "runs" / run_id
+        folder = folders[SOFTMAX if method == SOFTMAX else "neuralsort"]
+        run = tmp_path / "runs" / run_id
         shutil.copytree(folder, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoint.pt"))
-        config, (epoch,) = json.loads((run / "config.json").read_text()), rows_of(run / "epochs.csv")
+        config = json.loads((run / "config.json").read_text())
+        (epoch,) = rows_of(run / "epochs.csv")
         flags = {
             "run_id": run_id,
             "results": "t.csv",
@@ -93,7 +95,8 @@ def test_every_row_of_a_table_has_its_epochs_or_a_sentence(write_run, tmp_path, 
 
 def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(write_run, tmp_path, capsys):
     """A run folder that cannot be read is named and left out."""
-    table, output = tmp_path / "t.csv", tmp_path / "t_epochs.csv"
+    table = tmp_path / "t.csv"
+    output = tmp_path / "t_epochs.csv"
     for a, b in ((2, 1), (1, 3)):  # a run that began anew has fewer epochs than are kept
         write_run("a", a)
         write_run("b", b)

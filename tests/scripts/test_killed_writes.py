@@ -46,7 +46,9 @@ def is_whole(path: Path) -> bool:
 
 
 def test_a_kill_inside_a_write_leaves_the_old_file_or_the_new_one(trained, tmp_path):
-    old, calls, checks = "the old file\n" * 10, [], []
+    old = "the old file\n" * 10
+    calls = []
+    checks = []
 
     def case(written: str, module: str, limit: int, words: str, kept: dict[str, str]) -> None:
         folder = tmp_path / f"when {written} is written"
@@ -64,7 +66,8 @@ def test_a_kill_inside_a_write_leaves_the_old_file_or_the_new_one(trained, tmp_p
     noise = f"{trained}/heads.pt --label_noise .4 --among 100 --num_valid 100 --output new.pt"
     case("new_true.pt", "scripts.relabel", 2000, noise, {f"new{end}.pt": old for end in ("", "_true", "_estimated")})
     row = table.splitlines()[1].partition(",")[2]
-    header, many = table.splitlines()[0], "".join(f"{number},{row}\n" for number in range(3000))
+    header = table.splitlines()[0]
+    many = "".join(f"{number},{row}\n" for number in range(3000))
     case("beam.csv", "experiments.train_beam_search", 1_000_000, ARM, {"beam.csv": f"{header}\n{many}"})
     for written, limit in (("config.json", 200), ("updates.csv", 1000), ("checkpoint.pt", 6000)):
         case(written, "experiments.train_beam_search", limit, ARM, {})

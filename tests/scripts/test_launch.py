@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_run_that_any_signal_ends_is_named_and_the_others_go_on(run):
 
 
 def test_signals_end_the_process_again_when_the_runs_have_ended(tmp_path):
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     assert launch.launch(["true"], ["--logs", str(tmp_path)]) == 0
     assert [signal.getsignal(number) for number in numbers] == before
@@ -238,9 +239,17 @@ def pids_in(folder: Path) -> list[int]:
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_and_sigterm_are_passed_on_to_a_run_and_its_child_and_waited_for(
-    start, patient, tmp_path, number, status
+@pytest.fixture(params=[signal.SIG_DFL])
+def hang_up(request):
+    """What SIGHUP does to the processes that a test starts."""
+    before = signal.signal(signal.SIGHUP, request.param)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_ctrl_c_and_signals_are_passed_on_to_a_run_and_its_child_and_waited_for(
+    start, patient, tmp_path, number, status, hang_up
 ):
     process = start([patient, python("open('second', 'w')")], "--jobs", "1")
     pid, child = pids_in(tmp_path)
@@ -257,6 +266,17 @@ def test_ctrl_c_and_sigterm_are_passed_on_to_a_run_and_its_child_and_waited_for(
     assert f"{number.name} to 1 runs" in printed
     assert "0 of 2 runs done; stopped: the same call continues" in printed
     assert "FAILED" not in printed
+
+
+@pytest.mark.parametrize("hang_up", [signal.SIG_IGN], indirect=True)
+def test_under_nohup_a_closed_terminal_ends_nothing(start, patient, tmp_path, hang_up):
+    process = start([patient, python("open('second', 'w')")], "--jobs", "1")
+    pid, _ = pids_in(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert (alive(pid), process.poll()) == (True, None)
+    process.send_signal(signal.SIGTERM)
+    assert "SIGTERM to 1 runs" in process.communicate(timeout=20)[0]
 
 
 def test_runs_are_not_left_where_nobody_reads_the_output_any_more(start, patient, tmp_path):

@@ -20,13 +20,16 @@ from studies.runs import parse_flags
 from studies.tuning import Sobol
 from tests.scripts.trained import LABELS, changed
 
-CLASSES, ROWS, VALID = 20, 30_000, 6000
+CLASSES = 20
+ROWS = 30_000
+VALID = 6000
 
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory):
     """A file of embeddings, each of which holds its row's number, and labels drawn at random."""
-    folder, generator = tmp_path_factory.mktemp("right"), torch.Generator().manual_seed(5)
+    folder = tmp_path_factory.mktemp("right")
+    generator = torch.Generator().manual_seed(5)
     labels = torch.randint(CLASSES, (ROWS + 1000,), generator=generator)
     rows = torch.arange(ROWS + 1000).view(-1, 1).float().expand(-1, 2)
     content = {"train_embeddings": rows[:ROWS], "train_labels": labels[:ROWS]}
@@ -80,9 +83,12 @@ def test_labels_that_train_and_that_validate_are_wrong_alike(right, tmp_path, ra
 
 
 def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(right, tmp_path):
-    labels, output, before = right[2], tmp_path / "new.pt", right[0].read_bytes()
+    labels = right[2]
+    output = tmp_path / "new.pt"
+    before = right[0].read_bytes()
     data = relabelled(right, tmp_path, "--label_noise", "0.4")[0]
-    (train, valid), found = split_rows(ROWS, VALID, 0), data["train"].labels
+    train, valid = split_rows(ROWS, VALID, 0)
+    found = data["train"].labels
     assert torch.equal(found[valid], labels[valid])
     assert torch.equal(found // 5, labels[:ROWS] // 5)  # of the same block
     wrong = (found[train] != labels[train]).double().mean().item()
@@ -181,10 +187,12 @@ NAMES = {
 @pytest.fixture
 def files(trained, tmp_path):
     """Trials of six losses on two kinds of labels, and ten seeds of what each validation chose."""
-    random, every = np.random.default_rng(3), []
+    random = np.random.default_rng(3)
+    every = []
     for labels in LABELS:
         rows = {row["method"]: row for row in read_rows(trained / "noise" / f"{labels}_trials.csv")}
-        trials, finals = [], []
+        trials = []
+        finals = []
         plan = noise.noise(labels)
         for candidate in plan.space:
             if candidate.name not in NAMES:
@@ -221,7 +229,8 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
     lines = noise_table(folder, "human").splitlines()
     (row,) = (line for line in lines if line.startswith("| LapSum  ") and lines.index(line) < len(lines) / 2)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    expected, p_values = [], []
+    expected = []
+    p_values = []
     for labels, other in itertools.product(LABELS, ("softmax_cross_entropy", "generalized_cross_entropy")):
         for one in set(runs["name"]) - {other, "softmax_cross_entropy"}:  # each pair once
             for metric in FIRST:
@@ -232,7 +241,9 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
                     low, high = stats.t.interval(0.95, 9, values.mean(), values.std(ddof=1) / 10**0.5)
                     expected.append((f"{values.mean():+.2f} ± {(high - low) / 2:.2f}", p_values[-1]))
     assert len(p_values) == 36
-    kept, passes, alive = {}, {}, True
+    kept = {}
+    passes = {}
+    alive = True
     for place, p in enumerate(sorted(p_values)):  # the smallest first, each against its share of 5 %
         passes[p] = bool(p <= 0.05 / (36 - place))
         alive = alive and passes[p]

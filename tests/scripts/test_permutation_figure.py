@@ -26,11 +26,13 @@ def test_the_class_probabilities_of_the_permutation_figure_are_those_of_the_loss
 # perturbed_topk estimates the slope of an expectation, which its draws, jumping from 0 to 1, do not have: test_ranks.py
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "perturbed_topk"])
 def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
-    own, step = torch.linspace(-2.7, 12.6, 7, dtype=torch.float64), 1e-5
+    own = torch.linspace(-2.7, 12.6, 7, dtype=torch.float64)
+    step = 1e-5
     settings = {"top1_mode": "sort"} if method in RELAXATIONS else {}
     p_k = None if method in TOP1 else 2
     if method in WANT_A_SOFTMAX:
-        settings, p_k = {}, {1: 0.5, 2: 0.5}
+        settings = {}
+        p_k = {1: 0.5, 2: 0.5}
     if method == "imbalanced_noised_topk":
         settings = {"class_counts": [100, 1600, 100, 100, 100]}
     if method == "ldr_kl":
@@ -39,7 +41,8 @@ def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
 
     def at(score):
         if METHODS[method].stochastic:  # the slope of the loss by the same draws
-            loss.num_samples, loss.generator = permutation_figure.DRAWS, torch.Generator().manual_seed(0)
+            loss.num_samples = permutation_figure.DRAWS
+            loss.generator = torch.Generator().manual_seed(0)
         logits = torch.tensor([SCORES] * len(score), dtype=torch.float64)
         logits[:, 1] = score  # the panda's
         return loss(logits, torch.ones(len(score), dtype=torch.int64))
@@ -51,7 +54,8 @@ def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
 
 @pytest.mark.parametrize("method", [name for name, spec in METHODS.items() if spec.stochastic])
 def test_the_noise_of_a_figure_is_the_same_each_time_and_nobody_elses(method):
-    own, state = torch.tensor([4.0, 5.5], dtype=torch.float64), torch.get_rng_state()
+    own = torch.tensor([4.0, 5.5], dtype=torch.float64)
+    state = torch.get_rng_state()
     pulls = [permutation_figure.pull(permutation_figure.loss_of(method), own) for _ in range(2)]
     assert torch.equal(*pulls)
     if method in RELAXATIONS:

@@ -11,8 +11,12 @@ import pytest
 from data.published import PUBLISHED, PUBLISHED_FILES, published_info
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
-TOP1, TOP5, EVEN = "1 0 0 0 0", "0 0 0 0 1", "0.2 0.2 0.2 0.2 0.2"
-HALF, QUARTER, TENTH = "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0 0.9"
+TOP1 = "1 0 0 0 0"
+TOP5 = "0 0 0 0 1"
+EVEN = "0.2 0.2 0.2 0.2 0.2"
+HALF = "0.5 0 0 0 0.5"
+QUARTER = "0.25 0 0 0 0.75"
+TENTH = "0.1 0 0 0 0.9"
 ACCURACIES = ("published_name", "p_k", "test_top1", "test_top5")
 # The loss of each row of Tables 1 to 5, by the last word of its name.
 METHODS = {
@@ -218,7 +222,8 @@ def test_published_rows_have_the_settings_of_the_official_code(table):
         if row["backbone"] == "tf_efficientnet_l2_ns" and is_network:
             settings = EFFICIENTNET
         assert (row["inverse_temperature"], row["distribution"], row["art_lambda"]) == settings, row
-        network, pixels = "", ""
+        network = ""
+        pixels = ""
         if ours and table not in ("table1", "table4"):
             network, pixels = FILES["wsl-32x48d-224-21k" if table.endswith("21k") else "wsl-32x48d-320"][1:3]
         if row["published_name"].startswith("Noisy Student") and method:
@@ -237,7 +242,8 @@ def test_published_models_are_public_or_not_as_the_source_says():
 @pytest.mark.parametrize("table", [name for name in TABLES if name.startswith("knn")])
 def test_published_nearest_neighbours_have_the_protocol_of_their_code(table):
     for row in rows_of(table):
-        name, by = row["published_name"], ("second_hand", "method", "prediction", "loss", "k", "n_epochs")
+        name = row["published_name"]
+        by = ("second_hand", "method", "prediction", "loss", "k", "n_epochs")
         epochs = "150" if table == "knn_cifar10" else "50"
         expected = {
             "CNN by cross-entropy": ("false", "softmax_cross_entropy", "network", "", "", epochs),

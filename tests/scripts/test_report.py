@@ -191,11 +191,14 @@ def test_every_setting_of_a_linear_classifier_that_is_not_as_published_is_named(
 def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(made, row):
     softmax = changed(row("heads", method="softmax_cross_entropy"), **IMAGENET, test_top1=0.86, test_top5=0.97812)
     runs = [changed(softmax, seed=seed, order_seed=seed) for seed in (0, 1)]
+    runs[1]["torch_version"] = "2.11.0+cpu, then 2.14.1"  # resumed
     _, text, _ = made(runs, name="mine.csv")
     assert text.startswith("Tables 2 and 3: linear heads on frozen ImageNet-1K")
     (softmax,) = cells(text, "Softmax (")
     assert (softmax["top-5 measured"], softmax["top-5 difference"]) == ("97.812 ± 0.000", "+0.017")
     assert "Runs: mine.csv, features of resnext101_32x48d_wsl at 320 pixels, seed 0, 1" in text
+    versions = {runs[0]["torch_version"].partition("+")[0], "2.11.0", "2.14.1"}
+    assert f"PyTorch {', '.join(sorted(versions))}." in text
     _, text, _ = made([changed(run, num_classes=10450) for run in runs], name="mine.csv")
     assert "ImageNet-21K-P" in text
     assert "num_valid 50000 (100000)" in text

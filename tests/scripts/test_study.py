@@ -52,7 +52,8 @@ def called(clone: Path, *calls: list[str]) -> list[str]:
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    printed, rest = [], done.stdout
+    printed = []
+    rest = done.stdout
     for words in calls:
         mine, end, rest = rest.partition(f"=== status 0 of {' '.join(words)}\n")
         assert end, done.stdout + done.stderr
@@ -110,6 +111,34 @@ def test_the_table_with_commands_has_those_of_the_runs_that_are_there(clone):
     commands = [line.strip() for line in printed.splitlines() if line.startswith("    .venv")]
     assert commands == paper.TABLE1_SHORT.commands()[:10]
     assert without == "# table5: no runs yet; --dry-run prints its commands\n"
+
+
+OPTIONS = {
+    "short": [],
+    "name": ["mine"],
+    "methods": ["all"],
+    "num_valid": ["0"],
+    "human": ["human.pt"],
+    "labels": ["human"],
+    "losses": ["lapsum"],
+    "folder": ["labels"],
+    "choice": ["noisy"],
+}
+
+
+def test_every_flag_of_a_study_acts_on_it_or_is_refused():
+    """Flags of every study are those of the launcher and of what is shown."""
+    every = vars(study.make_parser().parse_args([]))
+    assert set(every) == {*OPTIONS, "dry_run", "status", "commands"}
+    for name, entry in study.STUDIES.items():
+        data = ["FILE"] * len(entry.data)
+        for option, values in OPTIONS.items():
+            words = [name, *data, f"--{option}", *values]
+            if option in entry.options:
+                assert getattr(study.parse_arguments(words)[0], option) is not None
+                continue
+            with pytest.raises(ValueError, match=f"{name} takes no --{option}"):
+                study.parse_arguments(words)
 
 
 @pytest.mark.parametrize("words", [["--commands", "--jobs", "2"], ["--commands", "--n_epochs", "3"]])

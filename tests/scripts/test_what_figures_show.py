@@ -52,7 +52,8 @@ def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(trained, tmp_path, sa
     first = rows_of(tmp_path / "cifar_epochs.csv")[0]
     history = pd.DataFrame({"epoch": range(1, 9)})
     for split, low in (("valid", 0.1), ("test", 0.2)):
-        history[f"{split}_top1"], history[f"{split}_top5"] = low + history.epoch / 50, 0.5 + low + history.epoch / 99
+        history[f"{split}_top1"] = low + history.epoch / 50
+        history[f"{split}_top5"] = 0.5 + low + history.epoch / 99
     pd.DataFrame([changed(first, **entry) for entry in history.to_dict("records")]).to_csv(path, index=False)
     assert report.main([str(path), "--figures", str(tmp_path / "figures")]) == 0
     for axis, (k, name) in zip(saved[0].axes, (("top1", "top-1"), ("top5", "top-5"))):
@@ -66,7 +67,8 @@ def test_times_of_the_official_package_are_hollow_and_in_the_panel_of_their_size
     figures.draw_speed(tmp_path / "figures")
     for axis, classes in zip(saved[0].axes, (100, 1000)):
         of_size = measured[measured["n"] == classes]
-        ours, official = [], []
+        ours = []
+        official = []
         for line in axis.lines:
             if len(line.get_xdata()) == 1 and line.get_xdata()[0] > 0:  # NaN where difftopk has no such loss
                 (official if line.get_markerfacecolor() == "none" else ours).append(line.get_xdata()[0])

@@ -10,7 +10,8 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 from scripts import relabel
 
 EVEN = "0.2 0.2 0.2 0.2 0.2"
-CLASSES, ROWS = 100, 400
+CLASSES = 100
+ROWS = 400
 SMALL = "--device cpu --threads 1"
 CIFAR = f"--dataset digits --limit_train 64 --batch_size 32 --n_epochs 1 {SMALL} --results cifar.csv"
 KNN = f"--dataset digits --model mlp --hidden_dims 16 --limit_train 200 --n_epochs 1 {SMALL} --results knn.csv"
@@ -40,7 +41,8 @@ def write_embeddings() -> None:
 
     untested.pt has the rows without a test split.
     """
-    labels, generator = torch.arange(ROWS) % CLASSES, torch.Generator().manual_seed(0)
+    labels = torch.arange(ROWS) % CLASSES
+    generator = torch.Generator().manual_seed(0)
     rows = torch.randn(CLASSES, 16, generator=generator)[labels] + torch.randn(ROWS, 16, generator=generator)
     content = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
     torch.save(content | {"info": {"backbone": "timm:lite0", "resolution": 128}}, "heads.pt")

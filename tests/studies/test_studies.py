@@ -138,7 +138,8 @@ def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
 
 
 def test_temperatures_are_heads_of_every_method_and_none_is_refused():
-    seen, results = set(), Counter()
+    seen = set()
+    results = Counter()
     for row in [*commands("temperature", "some.pt"), *commands("temperature_classes", "a.pt", "b.pt", "c.pt")]:
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
         seen |= {recipe_of(head)["method"] for head in (args, *args.also)}

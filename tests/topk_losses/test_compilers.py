@@ -28,11 +28,14 @@ ONE_GRAPH = [(method, "labels") for method in COMPILED] + [(method, "soft") for 
 @pytest.mark.parametrize(("method", "kind"), ONE_GRAPH)
 def test_one_graph_serves_all_batch_sizes(method, kind):
     """In float32 by the kernels, where there are some; in float64, smoothed, with a learned temperature."""
-    labels_only, m, settings = kind == "labels", None, {}
+    labels_only = kind == "labels"
+    m = None
+    settings = {}
     n = 7  # few, since each layer of a network is traced
     if not labels_only:
         n = 9  # with fewer classes, eager PyTorch would draw noise for each class by itself
-        settings["label_smoothing"], m = 0.1, 5 if method in RELAXATIONS else None
+        settings["label_smoothing"] = 0.1
+        m = 5 if method in RELAXATIONS else None
         if method in LEARNABLE:
             settings["inverse_temperature"] = nn.Parameter(torch.tensor(0.7))
     loss = make_loss(method, p_k_of(method, 3), None, m, **settings)
@@ -56,7 +59,9 @@ def test_one_graph_serves_all_batch_sizes(method, kind):
 @pytest.mark.parametrize("method", METHODS)
 def test_can_be_exported_with_a_dynamic_batch_and_its_gradient_and_leaves_nothing_behind(method):
     logits, labels = random_batch(dtype=torch.float32)
-    loss, other = make_loss(method, None, 12, 7), make_loss(method, None, 12, 9)  # sizes that no other test takes
+    # Sizes that no other test takes.
+    loss = make_loss(method, None, 12, 7)
+    other = make_loss(method, None, 12, 9)
     batch = torch.export.Dim("batch", min=2, max=1024)
     program = torch.export.export(loss, (logits, labels), dynamic_shapes=({0: batch}, {0: batch})).module()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -64,7 +69,8 @@ def test_can_be_exported_with_a_dynamic_batch_and_its_gradient_and_leaves_nothin
     assert float(other(logits, labels)) > 0
     for size in (5, 65):
         others = random_batch(size, dtype=torch.float32)
-        got, want = value_and_gradient(program, *others), value_and_gradient(loss, *others)
+        got = value_and_gradient(program, *others)
+        want = value_and_gradient(loss, *others)
         if method in DETERMINISTIC:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -20,7 +20,8 @@ def assert_equal(method, p_k, n, m, scale=2.0, tolerance=TOLERANCE, **options):
     logits, labels = random_batch(8, n, scale, torch.float32, seed=n)
     # a column of NeuralSort may sum to more than 1, which counts as 1 here and not there
     kept = make_loss(method, p_k, n, m, reduction="none", **options)(logits, labels) > 1e-6
-    logits, labels = logits[kept], labels[kept]
+    logits = logits[kept]
+    labels = labels[kept]
     ours = value_and_gradient(make_loss(method, p_k, n, m, **options), logits, labels)
     theirs = value_and_gradient(make_official_loss(method, p_k, n, m, **options), logits, labels)
     torch.testing.assert_close(ours, theirs, **tolerance)

@@ -24,7 +24,8 @@ from topk_losses.transport import sinkhorn
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 CLOSE = 1e-3  # relative to the largest of a row
 EAGER = {"carry_mass": carry_mass, "kth_largest": kth_largest, "sinkhorn": sinkhorn}
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(scope="module", params=["numba", "triton"])
@@ -61,14 +62,16 @@ def settings_of(network, beta, distribution, art_lambda=None, device="cpu"):
     art_lambda = 0.5 if distribution == "logistic_phi" and art_lambda is None else art_lambda
     layers = network.pruned().layers
     wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]  # those of hi, those of lo
-    comparators, sizes = torch.tensor(wires, device=device), [len(layer) for layer in layers]
+    comparators = torch.tensor(wires, device=device)
+    sizes = [len(layer) for layer in layers]
     return torch.tensor(beta, device=device), comparators, sizes, network.k, distribution, art_lambda
 
 
 def closest(scores: Tensor, network, beta, distribution, art_lambda) -> Tensor:
     """How close two unmasked values come anywhere in the network, relative to the largest: (batch,) float64."""
     x = (scores - scores.amax(1, keepdim=True)).double()
-    size, found = x.masked_fill(x == -INF, 0).abs().amax(1), torch.full((len(x),), INF, dtype=torch.float64)
+    size = x.masked_fill(x == -INF, 0).abs().amax(1)
+    found = torch.full((len(x),), INF, dtype=torch.float64)
     for layer in network.pruned().layers:
         lo, hi = torch.tensor(layer).T
         d = x[:, hi] - x[:, lo]
@@ -120,7 +123,8 @@ def test_networks_agree_with_float64(backend, device):
     @settings(max_examples=80 if backend == "numba" else 12, deadline=None, phases=[Phase.generate])
     @given(st.integers(1, 40) | st.integers(41, 70), st.data())
     def agree(n, data):
-        k, batch = data.draw(st.integers(1, min(n, 8))), data.draw(st.sampled_from([0, 1, 2, 63, 64, 65, 130]))
+        k = data.draw(st.integers(1, min(n, 8)))
+        batch = data.draw(st.sampled_from([0, 1, 2, 63, 64, 65, 130]))
         batch = batch if backend == "numba" else min(batch, 3)
         scale = data.draw(st.sampled_from([1e-4, 1e-2, 1.0, 10.0, 1e4]))
         scores, target = random_batch(batch, n, scale, torch.float32, data.draw(st.integers(0, 10**6)))
@@ -139,7 +143,8 @@ def test_networks_agree_with_float64(backend, device):
         if distribution == "logistic_phi":
             # Near a tie ART's slope is that of a root, of which float32 has no digits; ties have tests of their own.
             apart = closest(scores, network, beta, distribution, 0.5) > CLOSE
-            scores, target = scores[apart], target[apart]
+            scores = scores[apart]
+            target = target[apart]
         # The rounding of the scores moves each swap by beta times as much.
         slack = 20 * torch.finfo(torch.float32).eps * beta * max(scale, 1)
         errors = 1e-5 + 4 * slack, 1e-3, 1e-3, beta * (slack + 1e-6)
@@ -155,7 +160,8 @@ def test_the_sigmoids_keep_their_tails(distribution, device):
     apart = torch.cat([torch.linspace(0, 12, 200), torch.logspace(-6, 18, 100)])
     if distribution == "gaussian":
         apart = apart.clamp(max=12)  # where float32 ends
-    scores, labels = torch.stack([-apart, torch.zeros(300)], dim=1), torch.zeros(300, dtype=torch.int64)
+    scores = torch.stack([-apart, torch.zeros(300)], dim=1)
+    labels = torch.zeros(300, dtype=torch.int64)
     beta = 100.0 if distribution == "cauchy" else 1.0  # whose square, with that of a distance, is no float32 number
     for art_lambda in (0.1, 0.5, 0.75) if distribution == "logistic_phi" else (None,):
         relative = 1e-3 if art_lambda in (0.1, 0.75) else 2e-5  # powers by way of logarithms
@@ -182,7 +188,8 @@ LABELS = torch.tensor([3, 0, 5, 1, 0, 1, 2, 1, 1])
 
 @pytest.mark.parametrize("operation", EAGER)
 def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
-    scores, labels = torch.tensor(ROWS).to(device), LABELS.to(device)
+    scores = torch.tensor(ROWS).to(device)
+    labels = LABELS.to(device)
     if find_kernel(operation, scores) is None:
         pytest.skip("Triton has networks alone")
     arguments = arguments_of(operation, 6, device=device)
@@ -204,7 +211,9 @@ def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
 @given(st.integers(2, 30) | st.integers(100, 400), st.sampled_from([1e-4, 1.0, 1e2, 1e4]), st.data())
 def test_the_smooth_kth_largest_agrees_with_float64(backend, n, scale, data):
     scores, labels = random_batch(data.draw(st.sampled_from([0, 1, 5, 40])), n, scale, torch.float32, n)
-    scores[:1, min(3, n - 1) :], labels[:1] = -INF, 0  # the class of label 0 and two others
+    # All but the class of label 0 and two others.
+    scores[:1, min(3, n - 1) :] = -INF
+    labels[:1] = 0
     if data.draw(st.booleans(), "ties"):
         scores = scores.bfloat16().float()
     ks = sorted(data.draw(st.sets(st.integers(1, min(n - 1, 70)), min_size=1, max_size=3)))
@@ -224,12 +233,15 @@ def test_the_smooth_kth_largest_agrees_with_float64(backend, n, scale, data):
 @pytest.mark.parametrize(("n", "beta"), [(1, 100.0), (2, 5.0), (11, 100.0), (33, 30.0)])
 def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
     generator = torch.Generator().manual_seed(n)
-    x, labels = torch.rand(6, n, generator=generator), torch.arange(6) % n
-    x[1], x[2] = x[1].round(decimals=1), 0.5
+    x = torch.rand(6, n, generator=generator)
+    labels = torch.arange(6) % n
+    x[1] = x[1].round(decimals=1)
+    x[2] = 0.5
     masked = torch.rand(6, n, generator=generator) < torch.tensor([0, 0, 0, 0.3, 0.7, 0.7]).unsqueeze(1)
     masked = masked.scatter(1, labels.unsqueeze(1), False)
     masked[5, labels[5]] = True  # the labelled class itself
-    scores, arguments = x.masked_fill(masked, -1), (torch.tensor(beta), min(n, 5), 2e-5, 30)
+    scores = x.masked_fill(masked, -1)
+    arguments = (torch.tensor(beta), min(n, 5), 2e-5, 30)
     assert bool((find_kernel("sinkhorn", x)(scores, labels, *arguments)[1] <= 2e-5).all())
     got, gradient = weighted("sinkhorn", scores, labels, *arguments)
     assert not bool(gradient[masked].any() | got[5].any() | gradient[5].any())
@@ -241,8 +253,10 @@ def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
 
 @pytest.mark.parametrize("operation", EAGER)
 def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, backend, device):
-    scores, labels = torch.rand(2, 9, device=device), torch.tensor([3, 8], device=device)
-    arguments, results = arguments_of(operation, 9, device=device), []
+    scores = torch.rand(2, 9, device=device)
+    labels = torch.tensor([3, 8], device=device)
+    arguments = arguments_of(operation, 9, device=device)
+    results = []
     if find_kernel(operation, scores) is None:
         pytest.skip("Triton has networks alone")
     for leaf in (scores.clone().requires_grad_(), scores.double().requires_grad_()):
@@ -256,9 +270,12 @@ def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, b
 @numba_alone
 @pytest.mark.parametrize("operation", EAGER)
 def test_an_exported_kernel_takes_any_batch_size_and_keeps_the_rules_of_custom_operators(operation, backend):
-    arguments, module, batch = arguments_of(operation, 9), torch.nn.Module(), {0: torch.export.Dim("batch", min=2)}
+    arguments = arguments_of(operation, 9)
+    module = torch.nn.Module()
+    batch = {0: torch.export.Dim("batch", min=2)}
     module.forward = lambda scores, labels: find_kernel(operation, scores)(scores, labels, *arguments)[0].square().sum()
-    scores, labels = torch.rand(200, 9), torch.arange(200) % 9
+    scores = torch.rand(200, 9)
+    labels = torch.arange(200) % 9
     program = torch.export.export(module, (scores, labels), dynamic_shapes=[batch, batch])
     operator = getattr(torch.ops.topk_losses, f"{operation}_cpu")
     assert [node.target for node in program.graph.nodes].count(operator.default) == 1
@@ -303,7 +320,8 @@ def test_the_default_backend_of_a_device(installed, monkeypatch):
 @numba_alone
 @pytest.mark.parametrize("operation", EAGER)
 def test_kernels_take_float32_and_no_setting_that_is_learned(operation, backend, monkeypatch):
-    kernel, scores = partial(find_kernel, operation), torch.rand(1, 2)
+    kernel = partial(find_kernel, operation)
+    scores = torch.rand(1, 2)
     assert kernel(scores, torch.ones(())) is not None
     assert kernel(scores.double()) is None
     assert kernel(scores, torch.ones((), requires_grad=True)) is None

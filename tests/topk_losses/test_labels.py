@@ -20,7 +20,8 @@ def losses_of_all(loss, logits):
 
 def mixup(labels, share=0.3):
     """Two classes with mass in each row."""
-    first, second = one_hot(labels, 12).double(), one_hot(labels.roll(1), 12).double()
+    first = one_hot(labels, 12).double()
+    second = one_hot(labels.roll(1), 12).double()
     return (1 - share) * first + share * second
 
 
@@ -33,7 +34,8 @@ def test_distributions_smoothing_and_weights_give_the_expected_loss(method, top1
     logits, labels = random_batch()
     build = functools.partial(make_loss, method, None, 12, m, top1_mode=top1_mode, **settings)
     plain = build(reduction="none")
-    every, losses = losses_of_all(plain, logits), plain(logits, labels)
+    every = losses_of_all(plain, logits)
+    losses = plain(logits, labels)
     for mass in (mixup(labels), random_batch(seed=1)[0].softmax(1)):
         # pair by pair, and from the whole matrix where there is no m
         torch.testing.assert_close(plain(logits, mass), (mass * every).sum(1))
@@ -52,7 +54,8 @@ def test_distributions_smoothing_and_weights_give_the_expected_loss(method, top1
 @pytest.mark.parametrize("method", RELAXED)
 def test_the_cost_follows_the_classes_and_the_ranks_with_mass(method, monkeypatch):
     """Mixup takes two columns per sample, however many classes there are, and P_K on 1 and 3 no mask of 2."""
-    loss, seen = TopKCrossEntropyLoss(method, [0.5, 0, 0.5]), []
+    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5])
+    seen = []
     logits, labels = random_batch()
     compute = type(loss.operator).topk_probabilities_of_labels
 
@@ -82,20 +85,24 @@ def test_any_of_several_right_answers(method, m, top1_mode):
     """The loss of one class in place of the set, whose probability is summed; nothing with mass is left out by m."""
     logits, labels = random_batch()
     right = torch.zeros(6, 12, dtype=torch.bool)
-    right[:, 1], right[1:, 5] = True, True
+    right[:, 1] = True
+    right[1:, 5] = True
     p_k = [0.3, 0, 0.2, 0.5]
     build = functools.partial(TopKCrossEntropyLoss, method, p_k, m=m, top1_mode=top1_mode, reduction="none")
-    loss, share = build(soft_labels="any"), torch.tensor([p_k])
+    loss = build(soft_labels="any")
+    share = torch.tensor([p_k])
     for target in (right, right.long(), right.float()):
         for row, got in enumerate(loss(logits, target).tolist()):
             answers = [j for j in range(12) if right[row, j]]
             order = reference.top_m(logits[row] + 100.0 * right[row], answers[0], m) if m else list(range(12))
-            scores, places = logits[row, order], [order.index(j) for j in answers]
+            scores = logits[row, order]
+            places = [order.index(j) for j in answers]
             P = loss.operator.permutation_matrix(scores, len(p_k), loss.inverse_temperature)[:, places].sum(1)  # (K,)
             P = P.cumsum(0).clamp(max=1).diff(prepend=P.new_zeros(1)).view(1, -1, 1)
             others = [place for place in range(len(order)) if place not in places]
             scores = torch.cat([scores[places].logsumexp(0, keepdim=True), scores[others]]).unsqueeze(0)
-            label, guarded = torch.tensor([0]), method in GUARDED
+            label = torch.tensor([0])
+            guarded = method in GUARDED
             want = float(reference.topk_cross_entropy(P, scores, label, share, top1_mode, guarded))
             assert got == pytest.approx(want, rel=1e-6, abs=1e-8)
     mass = right.double().mul(0.7)
@@ -117,7 +124,8 @@ def test_dense_and_unbatched_predictions(method):
         torch.testing.assert_close(loss(dense, soft), want)
     torch.testing.assert_close(make_loss(method)(logits[0], labels[0]), make_loss(method)(logits[:1], labels[:1]))
     if method in RELAXED:  # P_K of each position
-        loss, rows = make_loss(method), random_batch(12, 4)[0].softmax(1)
+        loss = make_loss(method)
+        rows = random_batch(12, 4)[0].softmax(1)
         want = loss(logits, labels, p_k=rows)
         torch.testing.assert_close(loss(dense, labels.view(2, 3, 2), p_k=rows.view(2, 3, 2, 4)), want)
         torch.testing.assert_close(loss(logits[0], labels[0], p_k=rows[0]), loss(logits[:1], labels[:1], p_k=rows[:1]))
@@ -128,8 +136,10 @@ def test_dense_and_unbatched_predictions(method):
 )
 def test_a_head_of_zeros_trains_as_well_as_a_random_one(method, beta):
     generator = torch.Generator().manual_seed(0)
-    centres, labels = torch.randn(8, 16, generator=generator), torch.arange(160) % 8
-    features, accuracies = centres[labels] + 1.2 * torch.randn(160, 16, generator=generator), []
+    centres = torch.randn(8, 16, generator=generator)
+    labels = torch.arange(160) % 8
+    features = centres[labels] + 1.2 * torch.randn(160, 16, generator=generator)
+    accuracies = []
     for std in (0.0, 0.1):
         head = torch.nn.Linear(16, 8, bias=False)
         torch.manual_seed(0)

@@ -41,9 +41,11 @@ def by_definition(loss, logits, labels, p_k):
     losses = []
     for b, y in enumerate(labels.tolist()):
         kept = reference.top_m(logits[b], y, loss.m) if loss.m else list(range(logits.shape[1]))
-        scores, label = logits[b : b + 1, kept], torch.tensor([kept.index(y)])
+        scores = logits[b : b + 1, kept]
+        label = torch.tensor([kept.index(y)])
         P = loss.operator.permutation_matrix(scores, p_k.shape[1], loss.inverse_temperature)
-        share, guarded = p_k[b : b + 1, : P.shape[1]].double(), not loss.operator.returns_logarithms
+        share = p_k[b : b + 1, : P.shape[1]].double()
+        guarded = not loss.operator.returns_logarithms
         losses.append(reference.topk_cross_entropy(P, scores, label, share, loss.top1_mode, guarded))
     return torch.cat(losses)
 
@@ -66,7 +68,8 @@ def test_equals_its_definition_however_p_k_is_given(method, top1_mode, m):
     build = functools.partial(TopKCrossEntropyLoss, method, num_classes=12, m=m, top1_mode=top1_mode, reduction="none")
     for p_k in p_ks_for(method, top1_mode):
         assert_is_by_definition(build(p_k), logits, labels, torch.tensor([p_k] * 6))
-        want, shares = build(p_k)(logits, labels), {k: share for k, share in enumerate(p_k, start=1) if share}
+        want = build(p_k)(logits, labels)
+        shares = {k: share for k, share in enumerate(p_k, start=1) if share}
         same = [[*p_k, 0, 0, 0], tuple(p_k), np.array(p_k), torch.tensor(p_k, dtype=torch.float64), shares]
         for other in same + ([5, np.int64(5)] if p_k[4] == 1 else []):
             assert torch.equal(build(other)(logits, labels), want)
@@ -105,7 +108,8 @@ def test_a_loss_without_a_matrix_equals_its_definition(name, data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     logits, labels = random_batch(5, n, scale, dtype, seed=data.draw(st.integers(0, 99)))
     if data.draw(st.booleans(), "masked"):
-        logits[:, -1], labels = -torch.inf, labels.clamp(max=n - 2)
+        logits[:, -1] = -torch.inf
+        labels = labels.clamp(max=n - 2)
     definition = getattr(reference, name, functools.partial(reference.robust, method=name))
     loss = functools.partial(make_loss, name.split()[0], reduction="none")
     loss = loss(options["k"]) if "k" in options else loss(**options)
@@ -141,7 +145,8 @@ def test_losses_without_a_matrix_at_their_limits():
 def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_been(method):
     """-log sum_j T[j, y] s_j with exp(-loss) of every class for s."""
     logits, labels = random_batch()
-    rows, T = random_batch(12, 4)[0].softmax(1), 0.7 * torch.eye(12, dtype=torch.float64) + 0.3 / 12
+    rows = random_batch(12, 4)[0].softmax(1)
+    T = 0.7 * torch.eye(12, dtype=torch.float64) + 0.3 / 12
     for p_k in ([0.5, 0, 0, 0, 0.5], [0.2] * 5, rows):
         build = functools.partial(TopKCrossEntropyLoss, method, p_k, num_classes=12, reduction="none")
         share = rows[labels] if p_k is rows else None  # of the sample, whatever its label may have been
@@ -171,7 +176,8 @@ def test_forward_correction_of_a_top_k_loss_adds_what_a_random_label_would_have(
 def test_forward_correction_of_a_top_k_loss_at_its_limits(method, m):
     logits, labels = random_batch(3)
     build = functools.partial(TopKCrossEntropyLoss, method, {1: 0.5, 5: 0.5}, m=m, reduction="none")
-    mass, loss = random_batch(3, seed=1)[0].softmax(1), build(noise_rate=0.4)
+    mass = random_batch(3, seed=1)[0].softmax(1)
+    loss = build(noise_rate=0.4)
     for target in (labels, mass):
         assert torch.equal(build(noise_rate=0)(logits, target), build()(logits, target))
         assert gradcheck(lambda s, target=target: loss(s, target), (logits.requires_grad_(),))
@@ -200,7 +206,8 @@ def test_p_k_can_be_learned_even_where_it_has_zeros(method):
 @pytest.mark.parametrize("m", [None, 6])
 def test_first_and_second_derivatives(method, top1_mode, m):
     p_k = [0.5, 0, 0.2, 0.3] if method in RELAXED else p_k_of(method, 3)
-    loss, logits = make_loss(method, p_k, None, m, top1_mode=top1_mode), random_batch(3, 9)[0]
+    loss = make_loss(method, p_k, None, m, top1_mode=top1_mode)
+    logits = random_batch(3, 9)[0]
     labels = torch.tensor([0, 8, 4])  # wherever the true class stands
     assert gradcheck(lambda s: loss(s, labels), (logits.requires_grad_(),))
     mass = random_batch(3, 9, seed=1)[0].softmax(1)
@@ -233,7 +240,8 @@ def test_extreme_logits_give_finite_losses_and_gradients(method, scale):
 def test_a_nan_or_infinite_logit_spoils_its_sample_only(method, backend, monkeypatch):
     monkeypatch.setenv(VARIABLE, backend)
     mode = {"top1_mode": "sort"} if method in RELAXATIONS and method not in HAVE_ZEROS else {}
-    loss, keep = make_loss(method, p_k_of(method, 3), 12, reduction="none", **mode), [0, 1, 3, 4, 5]
+    loss = make_loss(method, p_k_of(method, 3), 12, reduction="none", **mode)
+    keep = [0, 1, 3, 4, 5]
     logits, labels = random_batch(dtype=torch.float32)
 
     def computed(logits):
@@ -253,7 +261,8 @@ def test_a_nan_or_infinite_logit_spoils_its_sample_only(method, backend, monkeyp
 @pytest.mark.parametrize("top1_mode", TOP1_MODES)
 def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, top1_mode):
     """There -log of the indicator is beta times the distance; an epsilon would end at 16.1 without a gradient."""
-    logits, label = torch.tensor([[0.0, -1, -2, -3, -200, -90]]), torch.tensor([4])
+    logits = torch.tensor([[0.0, -1, -2, -3, -200, -90]])
+    label = torch.tensor([4])
     loss = make_loss(method, [0.5, 0, 0.5], inverse_temperature=1.0, top1_mode=top1_mode)
     value, gradient = value_and_gradient(loss, logits, label)
     assert float(value) > 190
@@ -266,7 +275,8 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
 @pytest.mark.parametrize("method", sorted(GUARDED & {*RELAXED} - {"sinkhorn_sort"}))
 def test_the_epsilon_is_the_official_one(method, dtype):
     """log(p (1 - 2e-7) + 1e-7), at p = 0 and at p = 1; but for sinkhorn_sort, which never comes to 0."""
-    logits, labels = torch.tensor([[0.0, 1e4, 2e4, 3e4, 4e4, 5e4]] * 2, dtype=dtype), torch.tensor([0, 5])
+    logits = torch.tensor([[0.0, 1e4, 2e4, 3e4, 4e4, 5e4]] * 2, dtype=dtype)
+    labels = torch.tensor([0, 5])
     losses = TopKCrossEntropyLoss(method, [0.5, 0.5], reduction="none")(logits, labels)
     rounding = 6e-8 if dtype == torch.float32 else 1e-14
     assert losses.tolist() == pytest.approx([-np.log(1e-7), 1e-7], rel=1e-6, abs=rounding)
@@ -284,7 +294,8 @@ def test_reductions_and_ignored_samples_which_may_hold_anything(method, dtype):
     logits[1] = torch.nan
     for ignore_index in (-100, 7):
         labels[[1, 4]] = ignore_index
-        kept, build = labels != ignore_index, functools.partial(make_loss, method, ignore_index=ignore_index)
+        kept = labels != ignore_index
+        build = functools.partial(make_loss, method, ignore_index=ignore_index)
         value, gradient = value_and_gradient(build(reduction="none"), logits, labels)
         torch.testing.assert_close(value, losses * kept)
         torch.testing.assert_close(gradient, gradients * kept.unsqueeze(1))
@@ -299,7 +310,8 @@ def test_reductions_and_ignored_samples_which_may_hold_anything(method, dtype):
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_leaves_its_inputs_alone_and_can_go_back_twice_whatever_the_defaults_of_pytorch(method):
     logits, labels = random_batch(dtype=torch.float32)
-    before, other = logits.clone(), logits.T.contiguous().T.requires_grad_()  # another order in memory
+    before = logits.clone()
+    other = logits.T.contiguous().T.requires_grad_()  # another order in memory
     loss = make_loss(method, m=8)
     with torch.inference_mode():  # what is built and kept there serves training too
         loss(logits, labels)
@@ -324,7 +336,8 @@ def test_leaves_its_inputs_alone_and_can_go_back_twice_whatever_the_defaults_of_
 
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_threads_that_share_a_loss_get_what_each_would_alone(method):
-    loss, number = make_loss(method, p_k_of(method, 3), reduction="none"), 4
+    loss = make_loss(method, p_k_of(method, 3), reduction="none")
+    number = 4
     batches = [random_batch(8, 21 + i, dtype=torch.float32, seed=i) for i in range(number)]
     together = threading.Barrier(number)
 
@@ -358,7 +371,8 @@ def test_the_function_is_the_module_and_names_are_the_published_ones():
 def test_p_k_and_the_inverse_temperature_can_be_set_later(method):
     logits, labels = random_batch()
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], num_classes=12)
-    loss.inverse_temperature, loss.p_k = 7, {1: 0.1, 2: 0.2, 5: 0.7}
+    loss.inverse_temperature = 7
+    loss.p_k = {1: 0.1, 2: 0.2, 5: 0.7}
     want = TopKCrossEntropyLoss(method, [0.1, 0.2, 0, 0, 0.7], inverse_temperature=7.0)
     torch.testing.assert_close(loss(logits, labels), want(logits, labels))
     torch.testing.assert_close(loss.p_k, torch.tensor([0.1, 0.2, 0, 0, 0.7], dtype=torch.float64))

@@ -74,7 +74,8 @@ def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method,
     """Nor that of a learned temperature, nor that of labels with no mass on masked classes."""
     logits = torch.tensor([[1, 0, -INF, -INF], [1, -INF, -INF, -INF], [0.3, 0.1, -0.2, 0.7]], dtype=dtype)
     labels = torch.tensor([0, 0, 2])
-    mass, learned = one_hot(labels, 4).to(dtype), nn.Parameter(torch.tensor(METHODS[method].inverse_temperature or 1.0))
+    mass = one_hot(labels, 4).to(dtype)
+    learned = nn.Parameter(torch.tensor(METHODS[method].inverse_temperature or 1.0))
     leaves = [logits.requires_grad_(), mass.requires_grad_(), learned]
     for settings in ({}, {"inverse_temperature": learned} if method in LEARNABLE else {}):
         loss = make_loss(method, p_k_of(method, 3), reduction="none", **settings)
@@ -191,7 +192,8 @@ def test_smoothing_takes_little_more_memory_than_the_call_without():
 def test_what_is_worked_out_in_parts_has_the_derivatives_of_the_whole(method):
     """20 rows of 300 classes, each with 12 scores of its own, are too many numbers to hold at once; 5 rows are not."""
     logits, labels = random_batch(20, 300)
-    loss, results = make_loss(method, p_k_of(method, 3), m=12, label_smoothing=0.1, reduction="sum"), []
+    loss = make_loss(method, p_k_of(method, 3), m=12, label_smoothing=0.1, reduction="sum")
+    results = []
     for rows in (20, 5):
         leaf = logits.clone().requires_grad_()
         value = sum(loss(*part) for part in zip(leaf.split(rows), labels.split(rows)))

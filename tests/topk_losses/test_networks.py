@@ -37,7 +37,9 @@ def run_hard(network, x):
     """Wires (n, samples) through min and max."""
     x = x.clone()
     for lo, hi in (torch.tensor(layer).T for layer in network.layers):
-        x[lo], x[hi] = torch.minimum(x[lo], x[hi]), torch.maximum(x[lo], x[hi])
+        smaller = torch.minimum(x[lo], x[hi])
+        x[hi] = torch.maximum(x[lo], x[hi])
+        x[lo] = smaller
     return x
 
 

@@ -29,8 +29,10 @@ def seeded(loss, seed=0):
 @pytest.mark.parametrize("method", STOCHASTIC)
 def test_noise_comes_from_the_generator_alone(method):
     logits, labels = random_batch(8, 9)
-    loss, state = seeded(make_loss(method, p_k_of(method, 3), reduction="none")), torch.get_rng_state()
-    first, second = loss(logits, labels), loss(logits, labels)
+    loss = seeded(make_loss(method, p_k_of(method, 3), reduction="none"))
+    state = torch.get_rng_state()
+    first = loss(logits, labels)
+    second = loss(logits, labels)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first, second)
     assert torch.equal(seeded(loss)(logits, labels), first)
@@ -54,7 +56,8 @@ def test_perturbed_rows_are_means_of_one_hot_rows_and_gradients_covariances_over
     k = data.draw(st.integers(1, n))
     beta = data.draw(st.sampled_from([0.1, 1.0, 30.0]), "inverse temperature")
     logits, labels = random_batch(3, n, data.draw(st.sampled_from([1e-4, 1.0, 1e4])))
-    operator, weight = Bound(PerturbedTopK(20), k, beta), torch.randn(3, k, n, dtype=torch.float64)
+    operator = Bound(PerturbedTopK(20), k, beta)
+    weight = torch.randn(3, k, n, dtype=torch.float64)
     _, gradient = value_and_gradient(lambda s: operator(s, generator=generator()) * weight, logits)
     P = operator(logits, generator=generator())
     noise, indicators = indicators_of(logits, beta, 20, k)
@@ -79,7 +82,8 @@ def surrogate(logits, beta, draws, k):
     return mean + ((indicators - mean.unsqueeze(1)) * change).sum(1) / (draws - 1)
 
 
-LABELS, MASS = random_batch(4, 7, seed=3)[1], random_batch(4, 7, seed=2)[0].softmax(1)
+LABELS = random_batch(4, 7, seed=3)[1]
+MASS = random_batch(4, 7, seed=2)[0].softmax(1)
 P_K = torch.tensor([[0.5, 0.2, 0.3]] * 4)
 
 
@@ -139,7 +143,8 @@ def test_the_backward_pass_has_the_noise_of_the_forward_pass(method, m, own_gene
     torch.manual_seed(0)
     source = generator() if own_generator else torch.default_generator
     build = partial(make_loss, method, p_k_of(method, 3), m=m, reduction="sum")
-    loss, smooth = build(), build(label_smoothing=0.1)
+    loss = build()
+    smooth = build(label_smoothing=0.1)
     loss.generator = smooth.generator = source if own_generator else None
     mass = logits.softmax(1).requires_grad_()
     value = loss(logits, mass)
@@ -156,11 +161,14 @@ def test_the_backward_pass_has_the_noise_of_the_forward_pass(method, m, own_gene
 def test_perturbed_column_and_matrix_estimate_the_normal_probability_of_two_classes():
     # two classes: P(the first is first) = Phi(beta (a - b) / sqrt 2), which its mean and its gradient estimate
     logits = torch.tensor([[0.6, -0.2]], dtype=torch.float64)
-    beta, draws, label = 1.3, 200_000, torch.tensor([0])  # more than are drawn at once
+    beta = 1.3
+    draws = 200_000  # more than are drawn at once
+    label = torch.tensor([0])
     normal = torch.distributions.Normal(0.0, 1.0)
     point = torch.tensor(beta * 0.8 / math.sqrt(2), dtype=torch.float64)
     slope = normal.log_prob(point).exp() * beta / math.sqrt(2)
-    operator, seed = Bound(PerturbedTopK(draws), 1, beta), {"generator": generator()}
+    operator = Bound(PerturbedTopK(draws), 1, beta)
+    seed = {"generator": generator()}
     for first in (lambda s: operator.rank_probabilities(s, label, **seed), lambda s: operator(s, **seed)[:, :, 0]):
         value, gradient = value_and_gradient(first, logits)
         assert abs(value.item() - normal.cdf(point).item()) < 0.005
@@ -183,7 +191,8 @@ def test_noised_losses_equal_the_authors_package(k, epsilon, draws, monkeypatch)
     logits, labels = random_batch(16, 9, dtype=torch.float32)
     drawn = generator(5)
     noise = torch.stack([torch.randn(16, 9, generator=drawn) for _ in range(draws)], dim=2)
-    counts, common = [5, 10, 3, 7, 8, 1, 2, 30, 4], {"inverse_temperature": 1 / epsilon, "num_samples": draws}
+    counts = [5, 10, 3, 7, 8, 1, 2, 30, 4]
+    common = {"inverse_temperature": 1 / epsilon, "num_samples": draws}
     for ours, theirs in (
         (NoisedTopKLoss(k, **common), pytopk.BalNoisedTopK(k, epsilon, draws)),
         (

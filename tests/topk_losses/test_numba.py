@@ -33,7 +33,8 @@ def _numba(monkeypatch):
 
 @pytest.mark.parametrize("operation", EAGER)
 def test_many_threads_give_the_bits_of_one(operation):
-    scores, labels = torch.rand(600, 100, generator=torch.Generator().manual_seed(4)), torch.arange(600) % 100
+    scores = torch.rand(600, 100, generator=torch.Generator().manual_seed(4))
+    labels = torch.arange(600) % 100
     arguments = arguments_of(operation, 100, 5)
     results = []
     for number in (1, 4):
@@ -46,8 +47,11 @@ def test_many_threads_give_the_bits_of_one(operation):
 
 def test_all_shares_are_done_when_the_threads_come_back():
     """A helper is held up in its share until the caller has nothing left to do, which must not come back before it."""
-    caller, helped, returned = threading.get_ident(), threading.Event(), threading.Event()
-    done, results = [], torch.zeros(64)
+    caller = threading.get_ident()
+    helped = threading.Event()
+    returned = threading.Event()
+    done = []
+    results = torch.zeros(64)
 
     def slow(first, last, array):
         if threading.get_ident() == caller:
@@ -66,7 +70,8 @@ def test_all_shares_are_done_when_the_threads_come_back():
 
 
 def test_what_goes_wrong_in_a_helper_is_raised_by_the_caller():
-    caller, helped = threading.get_ident(), threading.Event()
+    caller = threading.get_ident()
+    helped = threading.Event()
 
     def fails_in_helpers(first, last):
         if threading.get_ident() == caller:
@@ -83,7 +88,8 @@ def test_what_goes_wrong_in_a_helper_is_raised_by_the_caller():
 def _in_threads() -> float:
     # Scores few enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
     torch.set_num_threads(4)
-    scores, labels = torch.zeros(30, 1000), torch.zeros(30, dtype=torch.long)
+    scores = torch.zeros(30, 1000)
+    labels = torch.zeros(30, dtype=torch.long)
     return find_kernel("carry_mass", scores)(scores, labels, *arguments_of("carry_mass", 1000, 5))[0].sum().item()
 
 

@@ -49,7 +49,8 @@ def test_equals_its_definition(name, data):
     logits = random_logits(3, n, scale, seed=data.draw(st.integers(0, 99), "seed"))
     if data.draw(st.booleans(), "ties"):
         logits = (logits / scale).round() * scale
-    labels, operator = torch.arange(3) % n, build(name, k, beta, distribution)
+    labels = torch.arange(3) % n
+    operator = build(name, k, beta, distribution)
     want = reference.permutation_matrix(name, logits, k, beta, distribution)
     torch.testing.assert_close(operator.permutation_matrix(logits), want, rtol=1e-6, atol=1e-7)
     column = operator.rank_probabilities(logits, labels)
@@ -63,7 +64,8 @@ def test_equals_its_definition(name, data):
 def test_derivatives(name, distribution, n, k):
     """Of logits, masses and temperature, twice; the column has those of the matrix."""
     operator = build(name, k, 2.0 if name in NETWORKS else 5.0, distribution)
-    logits, labels = random_logits(3, n).requires_grad_(), torch.tensor([0, 1, n - 1])
+    logits = random_logits(3, n).requires_grad_()
+    labels = torch.tensor([0, 1, n - 1])
     mass = random_logits(3, n, seed=1).softmax(1).requires_grad_()
     assert gradcheck(operator.topk_mass, (logits, mass))
     assert gradcheck(operator.permutation_matrix, (logits,))
@@ -77,7 +79,9 @@ def test_derivatives(name, distribution, n, k):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "softsort"])
 def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
     """But for softsort: |s_[k] - s_j| has no derivative there, and the column takes the one from below."""
-    operator, labels, logits = build(name, 5, 3.0), torch.arange(8), (2 * random_logits(8, 20)).round()
+    operator = build(name, 5, 3.0)
+    labels = torch.arange(8)
+    logits = (2 * random_logits(8, 20)).round()
     weights = torch.tensor([1.0, 0.8, 0.5, 0.3, 0.1], dtype=torch.float64)
     _, column = value_and_gradient(lambda s: operator.rank_probabilities(s, labels) * weights, logits)
     _, matrix = value_and_gradient(lambda s: true_class(operator(s), labels) * weights, logits)
@@ -101,7 +105,8 @@ def test_rows_are_distributions_of_any_shape_and_labels_that_are_one_get_their_m
     operator = build(name, 4, 2.0)
     logits, labels = random_batch(6, 12, 1.0)
     mass = random_logits(6, 12, seed=1).softmax(1)
-    P, column = operator.permutation_matrix(logits), operator.rank_probabilities(logits, labels)
+    P = operator.permutation_matrix(logits)
+    column = operator.rank_probabilities(logits, labels)
     assert bool((P >= 0).all())
     if name not in WITHOUT_A_SUM:
         torch.testing.assert_close(P.sum(2), torch.ones(6, 4, dtype=torch.float64), atol=1e-8, rtol=0)
@@ -123,7 +128,8 @@ def test_rows_are_distributions_of_any_shape_and_labels_that_are_one_get_their_m
 def test_stays_finite_and_close_to_float64(name, scale, dtype):
     """scale 0: equal scores."""
     operator = build(name, 5, 1.0)
-    logits, labels = random_logits(16, 50, scale).to(dtype), torch.arange(16)
+    logits = random_logits(16, 50, scale).to(dtype)
+    labels = torch.arange(16)
     column, gradient = value_and_gradient(operator.rank_probabilities, logits, labels)
     assert (column.dtype, gradient.dtype) == (torch.float32, dtype)
     assert bool(gradient.isfinite().all())
@@ -143,7 +149,8 @@ def test_ties_do_not_blow_up_the_gradient_of_art(name):
     Some of the equal scores are parted by a rounding within the network.
     """
     for scores in ([2.0, 1, 1, 0], [3.0, 1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.7], [1e3, 1e3 + 1, 1e3, 1e3 - 1]):
-        operator, labels = bound(name, 2, 1.0), torch.arange(len(scores))
+        operator = bound(name, 2, 1.0)
+        labels = torch.arange(len(scores))
         for rank in range(2):
             for dtype in (torch.float32, torch.float64):
                 leaf = torch.tensor([scores] * len(scores), dtype=dtype, requires_grad=True)
@@ -153,7 +160,9 @@ def test_ties_do_not_blow_up_the_gradient_of_art(name):
 
 @pytest.mark.parametrize(("name", "distribution"), CASES)
 def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(name, distribution):
-    operator, others, labels = build(name, 3, 2.0, distribution), [0, 2, 3], torch.tensor([1, 0, 2, 0])
+    operator = build(name, 3, 2.0, distribution)
+    others = [0, 2, 3]
+    labels = torch.tensor([1, 0, 2, 0])
     clean = random_logits(4, 9, dtype=torch.float32)
     for bad in (math.nan, INF):
         logits = clean.clone()
@@ -161,7 +170,8 @@ def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(na
         got = operator.rank_probabilities(logits, labels)
         torch.testing.assert_close(got[others], operator.rank_probabilities(clean[others], labels[others]))
         assert bool(got[1].isnan().any())
-    logits, out = random_logits(4, 9), torch.tensor([[2], [5], [0], [1]])
+    logits = random_logits(4, 9)
+    out = torch.tensor([[2], [5], [0], [1]])
     P = operator(logits.scatter(1, out, -INF))
     live = torch.ones_like(logits, dtype=torch.bool).scatter(1, out, False)
     torch.testing.assert_close(P.mT[live].view(4, 8, 3).mT, operator(logits[live].view(4, 8)))
@@ -183,7 +193,8 @@ def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(na
 @pytest.mark.parametrize("name", WHITENED)
 def test_a_class_far_below_does_not_blunt_the_others(name):
     for n in (4, 5, 8, 100):
-        column, logits = bound(name, 3).rank_probabilities, random_logits(8, n)
+        column = bound(name, 3).rank_probabilities
+        logits = random_logits(8, n)
         logits[:, 0] = logits.amax(1) + 1
         clean = column(logits, torch.zeros(8, dtype=torch.long))[:, 0]
         logits[:, -1] = -1e4
@@ -203,7 +214,8 @@ def test_indicators_sum_to_k_are_nested_and_equal_bisection(name, n, data):
         logits = (logits / scale).round() * scale
     elif kind == "equal":
         logits = logits[:, :1].expand(-1, n).clone()
-    taking_part, number = n, st.integers(1, n) if name == "subset_topk" else st.floats(0.05, n)
+    taking_part = n
+    number = st.integers(1, n) if name == "subset_topk" else st.floats(0.05, n)
     if name in THRESHOLDS and data.draw(st.booleans(), "masked classes"):
         taking_part = data.draw(st.integers(1, n))
         logits[:, taking_part:] = -INF
@@ -268,7 +280,8 @@ def test_slopes_of_thresholds_at_ties_and_in_gaps(dtype):
     # theta in the middle of two scores, so that -log of the lower indicator is log(1 + exp(gap / 2)), or its like
     for gap in (0.0, 30.0, 80.0, 100.0, 300.0, 1e4):
         small = math.exp(-gap / 2)
-        lml, lapsum = (math.log1p(small) + gap / 2, 0.5 / (1 + small)), (gap / 2 + math.log(2), 0.5)
+        lml = (math.log1p(small) + gap / 2, 0.5 / (1 + small))
+        lapsum = (gap / 2 + math.log(2), 0.5)
         for method, (want, size) in (("lml", lml), ("lapsum", lapsum)):
             value, gradient = computed(method, 1, [gap, 0.0], 1)
             assert float(value) == pytest.approx(want, rel=1e-6)
@@ -278,7 +291,8 @@ def test_slopes_of_thresholds_at_ties_and_in_gaps(dtype):
     loss = TopKCrossEntropyLoss("capped_softmax", 2, inverse_temperature=1.0, top1_mode="sort", reduction="sum")
     _, gradient = value_and_gradient(loss, logits, torch.arange(8))
     want = -torch.eye(8, dtype=dtype)
-    want[2:, 1], want[:2] = 1, 0
+    want[2:, 1] = 1
+    want[:2] = 0
     torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-8)
     # a far score leaves the slopes alone: theta is the middle of 300 and of log(exp 0 + exp -1)
     _, gradient = computed("lml", 2, [500.0, 300.0, 0.0, -1.0], 2)
@@ -302,8 +316,10 @@ def test_at_k_1_it_is_cross_entropy_whatever_the_logits(method):
 @settings(max_examples=60, deadline=None)
 def test_the_largest_are_those_of_a_sort(n, m, seed):
     """Looked for in chunks where there are many scores; with ties, and with classes that are masked out."""
-    scores, m = random_logits(4, n, seed=seed), min(m, n)
-    scores[1], scores[2, ::2] = scores[1].round(), -torch.inf
+    scores = random_logits(4, n, seed=seed)
+    m = min(m, n)
+    scores[1] = scores[1].round()
+    scores[2, ::2] = -torch.inf
     found = scores.gather(1, largest(scores, m))
     assert torch.equal(found, scores.sort(dim=1, descending=True).values[:, :m])
     assert all(len(set(row)) == m for row in largest(scores, m).tolist())

@@ -22,13 +22,17 @@ from topk_losses.classification import own_settings
 from topk_losses.kernels import VARIABLE
 from topk_losses.methods import ABBREVIATIONS
 
-NAN, INF = float("nan"), float("inf")
-build, single = partial(TopKCrossEntropyLoss, p_k=[0.5, 0.5], num_classes=10), partial(make_loss, "smooth_topk", 2)
+NAN = float("nan")
+INF = float("inf")
+build = partial(TopKCrossEntropyLoss, p_k=[0.5, 0.5], num_classes=10)
+single = partial(make_loss, "smooth_topk", 2)
 TOP1 = [partial(make_loss, name) for name in ("ldr_kl", "nce_rce")]
 SINGLE_K = [partial(make_loss, name) for name in ("smooth_topk", "truncated_entropy", "noised_topk")]
 make = partial(make_loss, p_k=[0.5, 0.5], num_classes=10)
-mask, forward = partial(topk_mask, torch.randn(2, 6)), partial(make_loss, "forward_correction", num_classes=3)
-noised, sparse = partial(make_loss, "noised_topk", 2, num_classes=6), partial(build, "sparse_topk")
+mask = partial(topk_mask, torch.randn(2, 6))
+forward = partial(make_loss, "forward_correction", num_classes=3)
+noised = partial(make_loss, "noised_topk", 2, num_classes=6)
+sparse = partial(build, "sparse_topk")
 ZEROS = r"SparseTopK\(p=2\) gives exactly 0 .* P_K\(1\) > 0 with top1_mode 'sm' or 'smce'"
 # what is built, with which settings, one of them out of range, and the message that refuses it
 CONSTRUCTIONS = [
@@ -147,9 +151,11 @@ def test_the_name_of_papers_is_answered_with_the_name_here(short, spelling):
         make_loss(spelling(short))
 
 
-LOGITS, LABELS = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
+LOGITS = torch.randn(4, 10)
+LABELS = torch.zeros(4, dtype=torch.long)
 DENSE = torch.randn(4, 10, 3, 5)
-plain, ANY = TopKCrossEntropyLoss, partial(build, "softsort", soft_labels="any")
+plain = TopKCrossEntropyLoss
+ANY = partial(build, "softsort", soft_labels="any")
 COUNTS_OF_9 = partial(make_loss, "noised_topk", 2, class_counts=[1] * 9)
 MATRIX_OF_3 = partial(make_loss, "forward_correction", T=torch.eye(3))
 CALLS = [
@@ -205,7 +211,9 @@ def test_a_p_k_per_sample_is_refused_with_a_sentence():
 def test_inputs_of_an_operator_are_refused_with_a_sentence(method, backend, monkeypatch):
     """Before a kernel reads beyond its arrays."""
     monkeypatch.setenv(VARIABLE, backend)
-    operator, logits, labels = make_operator(method), torch.randn(4, 9), torch.zeros(4, dtype=torch.long)
+    operator = make_operator(method)
+    logits = torch.randn(4, 9)
+    labels = torch.zeros(4, dtype=torch.long)
     for bad_logits, bad_labels, error, message in (
         (logits.long(), labels, TypeError, "floating-point"),
         (logits[:, :2], labels, ValueError, "n=2, got 3"),

@@ -28,7 +28,8 @@ def problems(draw):
     tau = draw(st.sampled_from([0.01, 0.1, 1.0, 10.0]))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
     logits, labels = random_batch(batch, n, 1.0, seed=draw(st.integers(0, 10**6)))
-    place, shape = torch.arange(n), draw(st.sampled_from(["normal", "ties", "equal", "top", "step", "ramp"]))
+    place = torch.arange(n)
+    shape = draw(st.sampled_from(["normal", "ties", "equal", "top", "step", "ramp"]))
     if shape == "ties":
         logits = logits.round()
     elif shape != "normal":  # hard for alternating power sums: equal up to noise, a step behind k or 4 k, a ramp
@@ -65,7 +66,9 @@ def test_agrees_with_the_recurrence_at_any_scale(problem, alpha):
 )
 def test_ties_in_closed_form(n, k, dtype):
     """With n equal scores e_k / e_{k-1} = (n - k + 1) / k; all binomials overflow float32 for the larger sizes."""
-    tau, logits, labels = 0.5 / k, torch.full((2, n + 1), 7.0, dtype=dtype), torch.tensor([0, n])
+    tau = 0.5 / k
+    logits = torch.full((2, n + 1), 7.0, dtype=dtype)
+    labels = torch.tensor([0, n])
     got, gradient = value_and_gradient(SmoothTopKLoss(k, tau, alpha=0.1 / k, reduction="none"), logits, labels)
     margin = (0.1 + 0.5 * math.log((n - k + 1) / k)) / k  # alpha + (kth - s_y) / k
     slope = 1 / (1 + math.exp(-margin / tau)) / k
@@ -103,6 +106,7 @@ def test_smooth_hard_decides_sample_by_sample():
     top = logits.topk(4).values
     hard = top[:, 2] - top[:, 3] >= 3 * 0.2 * math.log(1000)
     assert 0 < int(hard.sum()) < 64
-    hinge, smooth = reference.hard_topk_hinge(logits, labels, 3), reference.smooth_topk(logits, labels, 3, 0.2)
+    hinge = reference.hard_topk_hinge(logits, labels, 3)
+    smooth = reference.smooth_topk(logits, labels, 3, 0.2)
     want = torch.where(hard, hinge, smooth)
     torch.testing.assert_close(SmoothHardTopKLoss(3, 0.2, reduction="none")(logits, labels), want)

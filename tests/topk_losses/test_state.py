@@ -76,7 +76,8 @@ def test_a_copy_is_a_loss_of_its_own(method):
     for start in (0.7, nn.Parameter(torch.tensor(0.7))):
         for copied in (copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))):
             loss = build(method, start)
-            before, other = loss(logits, labels), copied(loss)
+            before = loss(logits, labels)
+            other = copied(loss)
             value = 2.0
             if isinstance(start, nn.Parameter):
                 value = nn.Parameter(torch.tensor(2.0))
@@ -110,9 +111,11 @@ def test_a_temperature_that_is_parametrized_trains(method):
             return value.log()
 
     logits, labels = random_batch(dtype=torch.float32)
-    loss, name = build(method, nn.Parameter(torch.tensor(0.7))), name_of(method)
+    loss = build(method, nn.Parameter(torch.tensor(0.7)))
+    name = name_of(method)
     register_parametrization(loss, name, Exp())
-    optimizer, seen = torch.optim.SGD(loss.parameters(), lr=0.1), []
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    seen = []
     for _ in range(3):
         optimizer.zero_grad()
         loss(logits, labels).backward()
@@ -128,7 +131,8 @@ def test_a_temperature_that_is_parametrized_trains(method):
 def test_a_learned_temperature_is_an_ordinary_parameter(method, shape):
     """Of shape (), or (1,), which wrappers such as FSDP ask for."""
     logits, labels = random_batch(dtype=torch.float32)
-    name, beta = name_of(method), nn.Parameter(torch.full(shape, 0.7))
+    name = name_of(method)
+    beta = nn.Parameter(torch.full(shape, 0.7))
     loss = build(method, beta)
     assert list(dict(loss.named_parameters())) == list(loss.state_dict()) == [name]
     value = loss(logits, labels)
@@ -284,7 +288,8 @@ class OwnTensor(torch.Tensor):
 @pytest.mark.parametrize("method", FOLLOW)
 def test_auto_follows_the_logits_of_a_tensor_subclass(method):
     logits, labels = random_batch(scale=20.0, dtype=torch.float32)
-    plain, own = build(method, "auto"), build(method, "auto")
+    plain = build(method, "auto")
+    own = build(method, "auto")
     plain(logits, labels)
     own(logits.as_subclass(OwnTensor), labels)
     assert float(own.inverse_temperature.weight) == 1
@@ -300,7 +305,8 @@ def test_auto_is_the_target_over_a_running_mean_in_float32(default):
     torch.set_default_dtype(default)
     try:
         for cast in (lambda auto: auto, lambda auto: auto.bfloat16(), lambda auto: auto.half(), nn.Module.double):
-            auto, mean = cast(AutoTemperature(3.0, 2.0)), math.nan
+            auto = cast(AutoTemperature(3.0, 2.0))
+            mean = math.nan
             assert auto.value() == 2.0
             for seed, scale in enumerate((1.0, 3.0, 9.0)):
                 logits, _ = random_batch(73, 12, scale, torch.float32, seed)

@@ -48,7 +48,9 @@ def test_converges_for_all_kinds_of_scores_each_as_if_it_were_alone(operator, fa
     operator = Bound(operator(), 5, beta)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        P, exact = operator(logits), operator(logits.double())  # each is held to the tolerance of its precision
+        # Each is held to the tolerance of its precision.
+        P = operator(logits)
+        exact = operator(logits.double())
     assert operator.operator.convergence_error(logits, beta) <= 2e-3  # a rounding of the logits at the hardest
     torch.testing.assert_close(P.sum(2), torch.ones(32, 5), atol=1e-2, rtol=0)
     for row in range(0, 32, 5):
@@ -57,7 +59,8 @@ def test_converges_for_all_kinds_of_scores_each_as_if_it_were_alone(operator, fa
 
 
 def test_warns_each_time_that_the_tolerance_is_missed():
-    operator, logits = SinkhornSort(tolerance=1e-12, max_iterations=1), random_logits(4, 30)
+    operator = SinkhornSort(tolerance=1e-12, max_iterations=1)
+    logits = random_logits(4, 30)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="did not converge within 1 iterations"):
             operator.permutation_matrix(logits, 3, 1e4)
@@ -114,7 +117,8 @@ def test_a_spoilt_sample_ends_no_solver(n):
 
 
 def test_of_many_samples_none_misses_the_tolerance():
-    logits, labels = random_logits(600, 100), torch.zeros(600, dtype=torch.int64)
+    logits = random_logits(600, 100)
+    labels = torch.zeros(600, dtype=torch.int64)
     for rows, tolerance in ((logits.float(), 2e-5), (logits[:60], 1e-9)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -35,7 +35,8 @@ def test_kernels_compile_forward_and_backward(n, batch, distribution, tmp_path, 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(jit, "driver", SimpleNamespace(active=HOPPER))
     monkeypatch.delitem(sys.modules, TRITON, raising=False)
-    module, compiled = importlib.import_module(TRITON), []
+    module = importlib.import_module(TRITON)
+    compiled = []
     run = module.carry_kernel.run
 
     def compile_alone(*arguments, **flags):

@@ -21,7 +21,8 @@ def rows_with_a_gap(gaps: list[float], dtype: torch.dtype) -> tuple[Tensor, Tens
     near = torch.tensor([0.0, -1.0, 0.5, -0.25, 0.75, -0.5], dtype=dtype)
     rows = []
     for gap in gaps:
-        below, above = near.clone(), near.clone()
+        below = near.clone()
+        above = near.clone()
         below[-1] -= gap
         above[1:] -= gap
         rows += [below, above]
