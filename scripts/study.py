@@ -14,6 +14,7 @@ in results/repository/ are not written, and skip nothing.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -278,10 +279,20 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
         status = tune(study, launching, args.starts_nothing)
     else:
         launching = Launching(args, extra, study.run_per_core)
-        status = launching(Stage(study.name, study.files[0], study.commands()))
+        status = launching(Stage(study.name, study.files[0], distinct(study.commands(), extra)))
     if not args.starts_nothing and status < 128:
         print_tables(study, args)
     return status
+
+
+def distinct(commands: Sequence[str], extra: Sequence[str]) -> list[str]:
+    """Commands that train different runs, the first of each, where flags go to every run: all seeds may be one now."""
+    _, flags = parse_launcher_flags(extra)
+    by_runs: dict[str, str] = {}
+    for command in commands:
+        runs = expected_runs(f"{command} {shlex.join(flags)}")
+        by_runs.setdefault(repr(runs), command)
+    return list(by_runs.values())
 
 
 def print_tables(study: Study | Tuned, args: argparse.Namespace) -> None:

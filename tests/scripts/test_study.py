@@ -105,6 +105,16 @@ def test_what_starts_nothing_writes_no_file_in_any_study(tmp_path, trained):
     assert files_in(clone) == before
 
 
+def test_a_seed_for_all_runs_trains_each_once(clone):
+    """Three seeds of ten losses are ten runs with one seed, and twenty with two."""
+    calls = [["table1", "--short", "--dry-run", *flags] for flags in ([], ["--seed", "3"], ["--n_epochs", "1"])]
+    whole, one, short = called(clone, *calls)
+    assert whole.endswith("# 30 runs\n")
+    assert one.endswith("# 10 runs\n")
+    assert one.count(" --seed 0 ") == one.count(" --seed 3\n") == 10
+    assert short.endswith("# 30 runs\n")
+
+
 def test_the_table_with_commands_has_those_of_the_runs_that_are_there(clone):
     """A new clone has this repository's runs; a study without any says so."""
     printed, without = called(clone, ["table1", "--short", "--commands"], ["table5", "--commands"])
