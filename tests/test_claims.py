@@ -10,7 +10,7 @@ import torch
 from scipy.special import stdtrit
 
 from experiments.common.paths import REPOSITORY
-from reporting import findings, front_door, noise, permutation_figure
+from reporting import draws, findings, front_door, noise, permutation_figure
 from reporting.compare import interval, paired
 from reporting.noise import Pair
 from scripts.pages import PART
@@ -460,3 +460,54 @@ def test_the_first_code_of_the_readme_has_the_setting_of_its_row():
     assert (method, p_k) == (SPLITTER, HALF)
     beta = f"{float(beta):.1f}"
     assert shown == f'"{method}", p_k={{1: 0.5, 5: 0.5}}, m={m:g}, inverse_temperature={beta}'
+
+
+def over_draws_of(folder, pairs):
+    """The cells of the table of a study over draws, by labels and difference."""
+    found = {}
+    for item in draws.comparisons(REPOSITORY / folder, pairs):
+        found[item.group, item.name] = draws.answer_row(item)
+    return found
+
+
+def test_few_labels_gain_what_the_page_says():
+    """Each difference of the page with its interval over draws, and no gain that the page leaves out."""
+    table = over_draws_of("few_labels", draws.PAIRS_OF_FEW_LABELS)
+    text = (ROOT / "docs/findings/linear-classifiers.md").read_text("utf-8").partition("## Few labels")[2]
+    text = " ".join(text.partition("## Limits")[0].split())
+    for (labels, name), cells in table.items():
+        gain = cells["Δ top-5, over draws"]
+        if name.endswith("cross-entropy") and gain.endswith("(gain)"):
+            assert labels != "100 labels a class"
+            assert gain.removeprefix("+").removesuffix(" (gain)") in text
+        if labels == "5 labels a class" and name.startswith(("splitter", "LapSum")):
+            assert gain.endswith("(gain)")
+    best = table["5 labels a class", "splitter − cross-entropy"]["Δ top-5, over draws"]
+    assert best.removeprefix("+").removesuffix(" (gain)") in FINDINGS.read_text("utf-8")
+    assert table["5 labels a class", "splitter − LDR-KL"]["Δ top-5, over draws"][1:12] in text
+    assert table["100 labels a class", "LDR-KL − cross-entropy"]["Δ top-1, over draws"][1:12] in text
+    counts = {labels: cells["draws"] for (labels, _), cells in table.items()}
+    assert (counts, "five of ten draws, with 100 labels four" in text) == (
+        {"5 labels a class": "5", "20 labels a class": "5", "100 labels a class": "4"},
+        True,
+    )
+
+
+def test_where_ten_seeds_choose_the_page_has_the_differences_of_each_draw():
+    folder = REPOSITORY / "noise_draws"
+    text = " ".join((ROOT / "docs/findings/wrong-labels.md").read_text("utf-8").split())
+    text = text.partition("**Where ten seeds choose")[2].partition("The second table")[0]
+    found = draws.draw_rows(folder, draws.comparisons(folder, draws.PAIRS))
+    for row in found:
+        top1, top5 = (row[f"Δ {metric}"].partition(" (")[0] for metric in ("top-1", "top-5"))
+        if row["difference"] == "splitter − GCE":
+            assert top1 in text
+            assert top5 in text
+            if "drawn" in row["labels"]:
+                assert "gain" not in row["Δ top-1"]
+        elif row["difference"] == "cross-entropy of 16 scores − cross-entropy":
+            assert top1[1:5] in text
+    counted = [row for row in found if row["difference"].startswith("forward correction, T from")]
+    (people,) = [row for row in counted if "people" in row["labels"]]
+    for metric in ("top-1", "top-5"):
+        assert people[f"Δ {metric}"].removeprefix("+").removesuffix(" (gain)") in text
