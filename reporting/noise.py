@@ -232,7 +232,9 @@ def setup(every: Sequence[Results]) -> str:
     first = every[0]
     runs = pd.concat([next(iter(results.finals.values())).iloc[:1] for results in every])
     run = runs.iloc[0]
-    epochs = [int(row["n_epochs"]) for results in every for row in results.known.rows]
+    epochs: set[int] = set()
+    for results in every:
+        epochs.update(int(row["n_epochs"]) for row in results.known.rows)
     return (
         f"linear classifiers on {run['backbone'].partition(':')[2]} at {run['resolution']:g} pixels, "
         f"{either(runs['train_images'])} training and {either(runs['valid_images'])} validation images, "

@@ -1,7 +1,7 @@
 """Run a study, show how far it is, and print its table at the end: your runs beside this repository's.
 
     scripts/quickstart.sh                                   # four losses on digits
-    scripts/table1.sh --short --jobs 2                      # 16 epochs in place of 200; flags of scripts/launch.py, too
+    scripts/table1.sh --short --jobs 2                      # 16 epochs instead of 200; flags of scripts/launch.py, too
     scripts/table1.sh --short --status                      # what is done, what runs, and the time left
     scripts/table1.sh --dry-run                             # the commands that would run
     scripts/table1.sh --commands                            # the table as it is now, with the command of each line
@@ -286,7 +286,7 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
 
 
 def distinct(commands: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """Commands that train different runs, the first of each, where flags go to every run: all seeds may be one now."""
+    """The commands that still train different runs when flags go to each, such as one seed for all."""
     _, flags = parse_launcher_flags(extra)
     by_runs: dict[str, str] = {}
     for command in commands:

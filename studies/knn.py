@@ -25,7 +25,7 @@ SHORT = (
 def knn(*sources: str, short: bool = False) -> Study:
     """Every relaxation and both losses; sources: data sets or files of embeddings.
 
-    short: the published arms and the baselines without training, 3 epochs in place of 200, bf16.
+    short: the published arms and the baselines without training, 3 epochs instead of 200, bf16.
     """
     losses = list(WITHOUT_RELAXATION)
     for loss in ("mass", "log_mass"):

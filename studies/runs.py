@@ -58,7 +58,7 @@ UNSORTED = (
     "nce_rce",
     "phuber_cross_entropy",
 )
-SHORT = "--n_epochs 16 --lr_schedule cosine --precision bf16"  # minutes on a GPU in place of hours
+SHORT = "--n_epochs 16 --lr_schedule cosine --precision bf16"  # minutes on a GPU instead of hours
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def verdicts(labels, loss, other="cross_entropy", choices=("noisy", "noisy")):
 
 @pytest.mark.parametrize("line", [line for line in findings.COMPARISONS if line.file.startswith("noise/")])
 def test_a_line_of_the_study_of_wrong_labels_is_what_the_rule_chose(line):
-    """Of both sides, with ties broken against the claim; but for the runner-ups, which are named as such."""
+    """Of both sides, with ties broken against the claim; except the runner-ups, which are named as such."""
     names = tuple(frozenset(side(line)["run_id"]) for side in (findings.loss_runs, findings.baseline_runs))
     assert (names in findings.family_of(line.file)) == (line.key not in ("V2", "V3", "V5")), line.key
 

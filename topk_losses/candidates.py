@@ -1,4 +1,4 @@
-"""The m scores that are sorted in place of all n (Petersen et al. 2022, section 3.4)."""
+"""The m scores that are sorted instead of all n (Petersen et al. 2022, section 3.4)."""
 
 import torch
 from torch import Tensor

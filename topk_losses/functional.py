@@ -100,7 +100,7 @@ def soft_topk_values(
         k: an integer from 1 to x.shape[dim].
 
     Returns:
-        Of the shape of x, with k in place of x.shape[dim]; float32 for half precision.
+        Of the shape of x, with k instead of x.shape[dim]; float32 for half precision.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

@@ -218,7 +218,7 @@ class RelaxedNetwork(TopKOperator):
         device = str(scores.device)
         if not torch.compiler.is_compiling():
             return find_table(self.construction, n, k, device)
-        n = range(n).stop  # a constant, in place of the compiler's symbol
+        n = range(n).stop  # a constant, instead of the compiler's symbol
         layer_sizes = find_layer_sizes(self.construction, n, k)
         return find_comparators(self.construction, n, k, device), [int(size) for size in layer_sizes.split()]
 

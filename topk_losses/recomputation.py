@@ -1,4 +1,4 @@
-"""Losses whose backward pass computes again what it needs, in place of keeping it.
+"""Losses whose backward pass computes again what it needs, instead of keeping it.
 
 torch.utils.checkpoint does this for any function. It imports PyTorch's compiler, which takes a second and 100 MiB.
 """

@@ -282,7 +282,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return call.p_k.to(logits).unsqueeze(2)
 
     def _has_softmax_term(self, call: CallSettings) -> bool:
-        """Tell whether the softmax computes rank 1, in place of the operator."""
+        """Tell whether the softmax computes rank 1, instead of the operator."""
         return self.top1_mode != "sort" and self._ranks(call)[0] == 1
 
     def _sorted_ranks(self, scores: Tensor, call: CallSettings) -> list[int]:

@@ -18,7 +18,7 @@ FORKS.set_forkserver_preload(IMPORTED)  # scripts imports the others; the proces
 
 
 def command(name: str, words: list[str], environment: dict[str, str], killed_at: int | None) -> None:
-    """Run a script by its module's name; with the small network in place of the ResNet.
+    """Run a script by its module's name; with the small network instead of the ResNet.
 
     killed_at: the number of the file, counted from 0 as they take their names, with which the process kills itself:
     before an even one has its name, after an odd one has.

@@ -62,7 +62,7 @@ def plain_loop(
 ):  # fmt: skip
     """Return what a loop without any of the script's functions finds in each epoch.
 
-    images: of CIFAR-10 in the folder, cropped and flipped, in place of digits.
+    images: of CIFAR-10 in the folder, cropped and flipped, instead of digits.
     """
     points = load_points("cifar10" if images else "digits", folder, seed=SEED, limit_train=LIMIT)
     train = points.train

@@ -80,7 +80,7 @@ def test_a_new_clone_trains_and_a_second_call_skips(clone):
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, but for compiled ones and for the digests of files that were read."""
+    """The files of a folder, except compiled ones and for the digests of files that were read."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix not in (".pyc", ".fingerprint"):

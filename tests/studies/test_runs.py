@@ -157,7 +157,7 @@ VALUES = {
 
 
 def flags_of_rows(script: str) -> list[Setting]:
-    """The settings by which runs of a script differ and that a flag gives, but for the seed."""
+    """The settings by which runs of a script differ and that a flag gives, except the seed."""
     known = vars(PARSE[script](["--method", "lapsum"])).keys() - {"seed"}
     return [item for item in settings.SETTINGS if item.flag and item.name in known and runs.is_compared(item)]
 

@@ -33,7 +33,7 @@ from topk_losses.kernels import VARIABLE
 
 INF = float("inf")
 
-# Mask values: large finite numbers in place of -inf.
+# Mask values: large finite numbers instead of -inf.
 
 DEPTHS = [
     (dtype, value) for dtype in (torch.float32, torch.float64) for value in (-1e12, -1e17, -1e18, -1e20, -1e25, -1e30)

@@ -82,7 +82,7 @@ def test_weights_and_smoothing_are_those_of_cross_entropy(reduction):
 @pytest.mark.parametrize("m", [None, 8])
 @pytest.mark.parametrize(("method", "top1_mode"), MODES)
 def test_any_of_several_right_answers(method, m, top1_mode):
-    """The loss of one class in place of the set, whose probability is summed; nothing with mass is left out by m."""
+    """The loss of one class instead of the set, whose probability is summed; nothing with mass is left out by m."""
     logits, labels = random_batch()
     right = torch.zeros(6, 12, dtype=torch.bool)
     right[:, 1] = True

@@ -274,7 +274,7 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", sorted(GUARDED & {*RELAXED} - {"sinkhorn_sort"}))
 def test_the_epsilon_is_the_official_one(method, dtype):
-    """log(p (1 - 2e-7) + 1e-7), at p = 0 and at p = 1; but for sinkhorn_sort, which never comes to 0."""
+    """log(p (1 - 2e-7) + 1e-7), at p = 0 and at p = 1; except sinkhorn_sort, which never comes to 0."""
     logits = torch.tensor([[0.0, 1e4, 2e4, 3e4, 4e4, 5e4]] * 2, dtype=dtype)
     labels = torch.tensor([0, 5])
     losses = TopKCrossEntropyLoss(method, [0.5, 0.5], reduction="none")(logits, labels)

@@ -60,7 +60,7 @@ def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind
 
 @pytest.mark.parametrize("method", [name for name in RELAXED if name != "recall_surrogate"])
 def test_where_k_exceeds_the_live_classes_all_of_them_are_within_it(method, dtype):
-    """But for recall_surrogate, whose indicators are never 1."""
+    """Except recall_surrogate, whose indicators are never 1."""
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5])
     value, gradient = value_and_gradient(loss, torch.tensor([[1, 0, -INF, -INF]], dtype=dtype), torch.tensor([0]))
     softmax = torch.tensor([1.0, 0.0], dtype=dtype).softmax(0)

@@ -78,7 +78,7 @@ def test_derivatives(name, distribution, n, k):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "softsort"])
 def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
-    """But for softsort: |s_[k] - s_j| has no derivative there, and the column takes the one from below."""
+    """Except softsort: |s_[k] - s_j| has no derivative there, and the column takes the one from below."""
     operator = build(name, 5, 3.0)
     labels = torch.arange(8)
     logits = (2 * random_logits(8, 20)).round()
@@ -90,7 +90,7 @@ def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "recall_surrogate"])
 def test_approaches_the_hard_permutation(name):
-    """But for recall_surrogate, whose outer sigmoid stays soft."""
+    """Except recall_surrogate, whose outer sigmoid stays soft."""
     for n in (4, 16, 37):
         operator = build(name, min(5, n), 1e7 if name in WHITENED else 1e6)
         logits = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]).double()
