@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the documentation into site/ (open site/index.html), strictly: a broken link, image, formula or results file
-# fails. Then runs the Python of README and docs with the packages of the integrations, which scripts/test.sh leaves
-# out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
+# fails. Then runs the tests that need a package of docs/requirements.txt, among them the Python of the pages on
+# integrations, which scripts/test.sh skips. Works from any directory; the packages go into .venv-docs.
 #   scripts/docs.sh
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
 . scripts/environment.sh
@@ -19,4 +19,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" > "$stamp"
 fi
 NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build
-OMP_NUM_THREADS=1 .venv-docs/bin/python -m pytest tests/test_readme.py tests/scripts/test_site.py
+files=$(grep -rl --include="test_*.py" "mark\.docs" tests)
+OMP_NUM_THREADS=1 .venv-docs/bin/python -m pytest -m docs $files

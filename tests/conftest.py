@@ -1,4 +1,4 @@
-"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, and one thread for each of several workers.
+"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, threads of several workers, `docs`.
 
 Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck.
 """
@@ -21,6 +21,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # With pytest -n, the workers and the programs that they start share the cores. PyTorch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_setup(item):
+    """Skip a test with the mark `docs` where one of the packages that it names is absent."""
+    for mark in item.iter_markers("docs"):
+        for package in mark.args:
+            pytest.importorskip(package, reason="scripts/docs.sh installs it and runs this")
 
 
 @pytest.fixture(scope="session")

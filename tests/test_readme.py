@@ -1,10 +1,11 @@
 """The Python of README.md and docs/ runs as it stands.
 
-Blocks that need a package of docs/requirements.txt are skipped where it is absent; scripts/docs.sh runs them.
+scripts/docs.sh runs the blocks that need a package of docs/requirements.txt.
 """
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,13 +55,30 @@ def blocks(page: Path, text: str) -> list[Block]:
 def after(block: Block) -> dict[str, object]:
     """The names that there are when a block has run: its own, and those of the blocks that it continues.
 
-    Skips the test where the block needs a package that is not here. A failure shows the line of the page.
+    A failure shows the line of the page.
     """
-    for package in ELSEWHERE & set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE)):
-        pytest.importorskip(package, reason="scripts/docs.sh installs it and runs this")
     namespace = after(block.before) if block.before else {}
     exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), namespace)
     return namespace
+
+
+def cases(chosen: Iterable[Block]) -> list:
+    """The parameters of a test of blocks, with a mark where one needs packages of docs/requirements.txt."""
+    found = []
+    for block in chosen:
+        name = f"{block.page.stem}-line{block.line}"
+        packages = sorted(ELSEWHERE & imports(block))
+        marks = [pytest.mark.docs(*packages)] if packages else []
+        found.append(pytest.param(block, id=name, marks=marks))
+    return found
+
+
+def imports(block: Block) -> set[str]:
+    """The packages that a block and those that it continues import."""
+    found = set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE))
+    if block.before:
+        found |= imports(block.before)
+    return found
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text(encoding="utf-8"))]
@@ -86,7 +104,7 @@ def test_there_are_blocks():
 
 
 @pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
-@pytest.mark.parametrize("block", LAST, ids=[f"{block.page.stem}-line{block.line}" for block in LAST])
+@pytest.mark.parametrize("block", cases(LAST))
 def test_a_block_runs_computes_no_nan_and_prints_what_the_page_shows(block, capsys):
     names = after(block)
     printed = capsys.readouterr().out
@@ -136,9 +154,9 @@ def test_the_guide_goes_from_two_arrays_to_a_table(capsys):
     assert "10x64-" in shown  # ten classes, whose names became the numbers from 0
 
 
+@pytest.mark.docs("transformers")
 def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_batch(tmp_path):
     """The loss function of docs/integrations.md, in Hugging Face's Trainer."""
-    pytest.importorskip("transformers", reason="scripts/docs.sh installs transformers and runs this")
     from transformers import Trainer, TrainingArguments, set_seed
 
     (block,) = [block for block in BLOCKS if "num_items_in_batch" in block.code]

@@ -22,8 +22,8 @@ def test_links_out_of_docs_become_links_within_the_site():
     assert {"CHANGELOG.md", "results/README.md", "LICENSE"} <= site.linked_files(ROOT / "README.md")
 
 
+@pytest.mark.docs("latex2mathml")
 def test_formulas_become_mathml():
-    pytest.importorskip("latex2mathml", reason="scripts/docs.sh installs it")
     html = site.mathml(
         '<p>a <span class="arithmatex">\\(a &lt; b\\)</span></p><div class="arithmatex">\\[\nx^2\n\\]</div>'
     )
@@ -34,10 +34,10 @@ def test_formulas_become_mathml():
         site.mathml('<span class="arithmatex">\\(\\arg \\min_x f\\)</span>')
 
 
+@pytest.mark.docs("mkdocs")
 @pytest.mark.parametrize("planted", ["", "[a](../nowhere.md)", "[a](#nowhere)", "![a](figures/nowhere.svg)"])
 def test_a_broken_link_or_a_missing_picture_fails_the_build(planted, tmp_path):
     """The command of scripts/docs.sh, on a copy of what it reads."""
-    pytest.importorskip("mkdocs", reason="scripts/docs.sh installs it")
     for folder in ("docs", "results", "benchmarks", "reporting", "topk_losses"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "runs", "logs"))
     for file in [path for path in ROOT.iterdir() if path.suffix in (".md", ".yml", ".cff") or path.name == "LICENSE"]:
