@@ -188,8 +188,9 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
     rows = {name: torch.arange(len(split)) for name, split in data.splits.items()}
     train = limited_rows(len(rows["train"]), args.limit_train, args.split_seed)
     rows["train"] = train
-    if "valid" in rows and args.num_valid:
-        raise ValueError(f"--num_valid: {args.data_path} has {len(rows['valid'])} rows that validate")
+    for flag, is_given in (("--num_valid", args.num_valid), ("--split_seed", args.split_seed and not args.limit_train)):
+        if "valid" in rows and is_given:
+            raise ValueError(f"{flag}: {args.data_path} has {len(rows['valid'])} rows that validate")
     if "valid" not in rows:
         num_valid = args.num_valid or published_num_valid(len(train), protocol)
         learn, valid = split_rows(len(train), num_valid, args.split_seed)

@@ -1,9 +1,9 @@
 """The statistics of all tables: differences of paired seeds, and two groups of runs of one configuration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,10 @@ from reporting.frames import CONFIGURATION
 
 CONFIDENCE = 0.95
 FEW_SEEDS = 10  # with fewer, the spread of a configuration is pooled over those of its table
+ERROR = 0.05  # family-wise, of Holm's method
 OUTLIER = 0.01  # probability at which a configuration is found to spread more than others of its table
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Interval(NamedTuple):
@@ -81,6 +84,17 @@ def p_value(values: pd.Series) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         statistic = abs(np.divide(values.mean(), values.std() / math.sqrt(max(n, 1))))
     return float(2 * student.sf(statistic, n - 1))
+
+
+def kept_by_holm(p_values: Mapping[Key, float]) -> dict[Key, bool]:
+    """Whether Holm's method keeps each difference of a family, by its p-value (NaN: there is no difference)."""
+    ordered = sorted(p_values, key=lambda key: (math.isnan(p_values[key]), p_values[key]))
+    kept = {}
+    are_kept = True
+    for place, key in enumerate(ordered):
+        are_kept = are_kept and p_values[key] <= ERROR / (len(ordered) - place)
+        kept[key] = are_kept
+    return kept
 
 
 def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:

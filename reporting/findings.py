@@ -11,8 +11,9 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     baseline_name                   where it is not cross-entropy
     note                            stands behind the setting in tables
 
-A dagger marks a difference of the study of wrong labels whose interval excludes 0, and which Holm's method does not
-keep among all differences of that study.
+A dagger marks a difference of linear classifiers whose interval excludes 0, and which Holm's method does not keep among
+all differences of the study of wrong labels, elsewhere among those of its file to the same baseline. From scratch there
+are three seeds at most, and no dagger.
 """
 
 import csv
@@ -26,7 +27,7 @@ import pandas as pd
 
 from experiments.common.paths import REPOSITORY
 from reporting import epochs, markdown, noise
-from reporting.compare import Interval, interval, paired
+from reporting.compare import Interval, interval, kept_by_holm, p_value, paired
 from reporting.frames import METRICS, lines_of, read_runs
 
 GAINS = ["Δ top-1", "Δ top-5"]
@@ -174,6 +175,21 @@ def status(found: Difference) -> str:
 
 
 @functools.cache
+def kept_in_file(file: str, baseline_file: str, baseline: str) -> dict[tuple[frozenset[str], str], bool]:
+    """Whether Holm's method keeps the difference of each line of a file to one baseline, by its runs and the metric."""
+    base = runs_that_meet(baseline_file, baseline)
+    p_values = {}
+    for line in lines_of(runs_that_meet(file, "")):
+        names = frozenset(line["run_id"])
+        if names == frozenset(base["run_id"]):
+            continue
+        differences = paired(line, base, list(METRICS))
+        for metric in METRICS:
+            p_values[names, metric] = p_value(differences[metric])
+    return kept_by_holm(p_values)
+
+
+@functools.cache
 def family_of(file: str) -> dict[tuple[frozenset[str], frozenset[str]], noise.Pair]:
     """The pairs whose differences Holm's method orders, by the names of the runs of both sides; none of most files."""
     path = REPOSITORY / file
@@ -190,8 +206,14 @@ def is_dropped_by_holm(comparison: Comparison, metric: str) -> bool:
     """Whether Holm's method orders a difference, and does not keep it."""
     path = REPOSITORY / comparison.file
     names = (frozenset(loss_runs(comparison)["run_id"]), frozenset(baseline_runs(comparison)["run_id"]))
-    pair = family_of(comparison.file).get(names)
-    return pair is not None and not noise.kept_by_holm(path.parent)[path.stem, pair, metric]
+    if path.parent.name == noise.NOISE.name:
+        pair = family_of(comparison.file).get(names)
+        return pair is not None and not noise.kept_by_holm(path.parent)[path.stem, pair, metric]
+    if not comparison.data.startswith("Linear classifier"):
+        return False
+    baseline = f"{comparison.baseline}; {comparison.baseline_chosen}"
+    kept = kept_in_file(comparison.file, comparison.baseline_file or comparison.file, baseline)
+    return not kept[names[0], metric]
 
 
 def cells(comparison: Comparison, found: Difference) -> dict[str, str]:

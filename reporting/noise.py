@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from reporting import markdown
+from reporting import compare, markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
 from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
 from studies.tuning import BETTER, WORSE, Known, Trial, Tried, Tuned
 
-ERROR = 0.05  # family-wise
 TIES = "Of cross-entropy's trials that tie the better in test is chosen, of another loss's the earlier."
 NOISY = "noisy"
 
@@ -149,13 +148,7 @@ def kept_by_holm(folder: Path) -> dict[tuple[str, Pair, str], bool]:
             differences = results.minus(pair)
             for metric in METRICS:
                 p_values[labels, pair, metric] = p_value(differences[metric])
-    ordered = sorted(p_values, key=p_values.__getitem__)
-    kept = {}
-    are_kept = True
-    for place, key in enumerate(ordered):
-        are_kept = are_kept and p_values[key] <= ERROR / (len(ordered) - place)
-        kept[key] = are_kept
-    return kept
+    return compare.kept_by_holm(p_values)
 
 
 def star(folder: Path, labels: str, pair: Pair, metric: str) -> str:

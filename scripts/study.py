@@ -84,14 +84,14 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def check_flags_of_runs(study: str, extra: Sequence[str]) -> None:
-    """Raise ValueError for a flag of runs that the study would not find, or of which only some would have it."""
+    """Raise ValueError for a flag that no run has, that the study would not find, or that only some runs would have."""
     entry = STUDIES[study]
     _, flags = parse_launcher_flags(extra)
     for flag, _ in split_flags(flags):
         setting = BY_FLAG.get(flag)
         if setting is None:
-            continue
-        if setting.name in ("results", "also"):
+            raise ValueError(f"{study} takes no {flag}: no script has such a flag")
+        if setting.name in ("results", "also", "method"):
             raise ValueError(f"{study} takes no {flag}: its files and its losses are those of the study")
         if entry.has_trials and setting.role not in (MACHINE, CALL):
             raise ValueError(f"{study} finds its trials by their settings, and takes no {flag} beside its own")

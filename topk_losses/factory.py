@@ -101,6 +101,8 @@ def make_loss_without_operator(
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )
+    if "k" in settings:
+        raise ValueError(f"{method} takes its k as p_k={settings['k']}")
     if has_k:
         return loss(len(rows), num_classes=num_classes, **settings)
     return loss(num_classes=num_classes, **settings)

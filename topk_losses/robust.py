@@ -119,12 +119,15 @@ def check_transitions(T: Tensor | Sequence[Sequence[float]], num_classes: int | 
     checks.check_constant("T", T)
     matrix = torch.as_tensor(T, dtype=torch.float64, device=checks.device_of(T))
     n = num_classes or max(matrix.shape, default=0)
-    is_square = matrix.shape == (n, n)
-    if not is_square or not bool(((matrix.sum(1) - 1).abs() < 1e-4).all() and (matrix >= 0).all()):
-        raise ValueError(
-            f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum to 1; "
-            f"got shape {tuple(matrix.shape)}"
-        )
+    wanted = f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum to 1"
+    if matrix.shape != (n, n):
+        raise ValueError(f"{wanted}; got shape {tuple(matrix.shape)}")
+    is_distribution = ((matrix.sum(1) - 1).abs() < 1e-4) & (matrix >= 0).all(1)  # (n,)
+    if not bool(is_distribution.all()):
+        row = int(is_distribution.int().argmin())
+        total = float(matrix[row].sum())
+        least = float(matrix[row].min())
+        raise ValueError(f"{wanted}; row {row} sums to {total:g}, and its least is {least:g}")
     return matrix
 
 

@@ -235,6 +235,18 @@ def test_embeddings_with_a_row_that_is_not_finite_are_named(run, embeddings, tmp
         assert not (tmp_path / "r.csv").exists()
 
 
+@pytest.mark.parametrize("flag", ["--num_valid 9", "--split_seed 3"])
+def test_flags_of_the_split_are_refused_where_the_file_has_its_own(run, embeddings, flag, tmp_path):
+    content = torch.load(embeddings, weights_only=True)
+    content |= {"valid_embeddings": content["test_embeddings"], "valid_labels": content["test_labels"]}
+    torch.save(content, tmp_path / "e.pt")
+    flags = f"-d {tmp_path / 'e.pt'} --batch_size 20 --n_epochs 1 {NEITHER}"
+    with pytest.raises(EXPECTED, match=f"{flag.split()[0]}: .*e.pt has 40 rows that validate"):
+        run(finetune_imagenet, flags=f"{flags} {flag}")
+    assert not (tmp_path / "r.csv").exists()
+    run(finetune_imagenet, flags=flags)
+
+
 def test_a_results_file_with_a_damaged_line_or_semicolons_is_not_rewritten(run, tmp_path):
     run(train_knn)
     text = (tmp_path / "r.csv").read_text()

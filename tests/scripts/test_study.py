@@ -151,6 +151,15 @@ def test_every_flag_of_a_study_acts_on_it_or_is_refused():
                 study.parse_arguments(words)
 
 
+@pytest.mark.parametrize("flags", [["--label-smoothing", "0.1"], ["--stat"], ["--dry"], ["-z"], ["--method", "lml"]])
+@pytest.mark.parametrize("shown", ["", "--status", "--dry-run"])
+def test_a_flag_that_no_run_has_and_another_loss_are_refused_before_anything_is_shown(flags, shown):
+    for name, entry in study.STUDIES.items():
+        words = [name, *["FILE"] * len(entry.data), *flags, *shown.split()]
+        with pytest.raises(ValueError, match=f"{name} .*takes no {flags[0]}"):
+            study.parse_arguments(words)
+
+
 @pytest.mark.parametrize("words", [["--commands", "--jobs", "2"], ["--commands", "--n_epochs", "3"]])
 def test_the_table_with_commands_takes_no_flags_of_runs(words):
     with pytest.raises(ValueError, match=f"takes no {' '.join(words[1:])}"):

@@ -242,7 +242,7 @@ def test_flags_for_all_runs_reach_them_all_or_are_refused(name):
             of_runs.add(item.name)
         if item.role is LOSS:
             of_losses.add(item.name)
-    expected = {"results", "also"}
+    expected = {"results", "also", "method"}
     if entry.has_trials:
         expected |= of_runs
     if entry.trains_together:
