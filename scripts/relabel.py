@@ -9,14 +9,15 @@ Labels that validate stay right without --noisy_valid: those of valid, or of --n
 Runs that would validate on other rows of the new file are refused. With --noisy_valid they are wrong as those that
 train, and the new file has one more split, clean: the rows of valid with correct labels. Two matrices T for forward
 correction lie beside the new file: NAME_true.pt, of the noise itself (human labels: their shares among all training
-labels of a class), and NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or
+labels of a class), and NAME_estimated.pt, counted on 5 % of the rows that train. A file that is there is not replaced,
+unless it is the one that the call would write. --num_classes: ten classes in one, or
 each in ten, by which of ten random directions a row lies furthest along from the mean of its class.
 """
 
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def right_rows(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     return {"right_rows": {"num_valid": args.num_valid, "seed": SPLIT_SEED}}
 
 
-def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
-    """The parts of a file that wrong labels change; write the two matrices beside it."""
+def with_noise(args: argparse.Namespace, data: Embeddings) -> tuple[dict[str, Any], dict[Path, Tensor]]:
+    """The parts of a file that wrong labels change, and the two matrices beside it by their files."""
     embeddings = data["train"].inputs
     train = data["train"].labels
     classes = data.num_classes
@@ -102,8 +103,6 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
     matrices = {"true": true, "estimated": estimated}
-    for name, path in matrix_files(args.output).items():
-        save_torch_file(path, matrices[name])
     info = data.info | {
         "labels": kind_of_labels(args),
         "source": source_of(args, data),
@@ -115,7 +114,7 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
         for name, chosen, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
             changed[f"{name}_embeddings"] = embeddings[chosen]
             changed[f"{name}_labels"] = labels[chosen]
-    return changed
+    return changed, {path: matrices[name] for name, path in matrix_files(args.output).items()}
 
 
 def with_classes(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
@@ -161,9 +160,8 @@ def digest_of(matrices: Sequence[Tensor]) -> str:
     return digest.hexdigest()[:8]
 
 
-def is_written(words: Sequence[str]) -> bool:
-    """Whether the output of a call is there, made of the same files."""
-    args = parse_arguments(words)
+def is_written(args: argparse.Namespace) -> bool:
+    """Whether the output of a call for wrong labels is there, made of the same files."""
     if not all(path.is_file() for path in (args.output, *matrix_files(args.output).values())):
         return False
     info = load_embeddings(args.output).info
@@ -242,16 +240,52 @@ def check_centers(data: Embeddings) -> None:
             )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+def write(args: argparse.Namespace, replaces: bool) -> None:
+    """Write the file and what lies beside it.
+
+    Raises:
+        ValueError: flags do not fit the file, or a file is there, which it does not replace.
+    """
     data = load_embeddings(args.data)
     check(args, data)
     content = content_of(data)
+    matrices: dict[Path, Tensor] = {}
     if args.num_classes is None:
-        content |= with_noise(args, data)
+        changed, matrices = with_noise(args, data)
     else:
-        content |= with_classes(args, data)
-    save_torch_file(args.output, content)
+        changed = with_classes(args, data)
+    if not replaces:
+        check_places(args.output, matrices)
+    for path, matrix in matrices.items():
+        save_torch_file(path, matrix)
+    save_torch_file(args.output, content | changed)
+    print("wrote", *map(str, matrices), args.output)
+
+
+def check_places(output: Path, matrices: Mapping[Path, Tensor]) -> None:
+    """Raise ValueError if one of the files is there; a matrix may be the one of a call that was killed."""
+    taken = [output] if output.exists() else []
+    for path, matrix in matrices.items():
+        if path.exists() and not is_matrix(path, matrix):
+            taken.append(path)
+    if taken:
+        raise ValueError(f"{taken[0]} is there, with other content: delete or rename it, or give another --output")
+
+
+def is_matrix(path: Path, matrix: Tensor) -> bool:
+    """Whether a file holds this matrix."""
+    try:
+        return torch.equal(load_torch_file(path, "a torch file of a matrix"), matrix)
+    except (ValueError, OSError, TypeError):  # a file of something else
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    if args.num_classes is None and is_written(args):
+        print(f"{args.output} is there, made of the same files with the same settings")
+        return 0
+    write(args, replaces=False)
     return 0
 
 

@@ -209,13 +209,14 @@ def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> 
     words = [args.data[0], *labels.flags.split(), "--noisy_valid", "--output", str(path)]
     if not labels.flags:
         words[1:1] = ["--human", str(args.human)]
-    if relabel.is_written(words):
+    written = relabel.parse_arguments(words)
+    if relabel.is_written(written):
         return
     if args.starts_nothing:
         print(" ".join([".venv/bin/python", "scripts/relabel.py", *words]))
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    relabel.main(words)
+    relabel.write(written, replaces=True)
 
 
 class Launching:

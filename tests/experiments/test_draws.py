@@ -135,9 +135,10 @@ def test_purposes_do_not_share_their_numbers():
 
 def relabelled(tmp_path, source, flags: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Labels that train, the matrix of the noise and the estimated one, after scripts/relabel.py."""
-    assert relabel.main([str(source), *flags.split(), "--output", str(tmp_path / "new.pt")]) == 0
-    matrices = [torch.load(tmp_path / f"new_{name}.pt", weights_only=True) for name in ("true", "estimated")]
-    return load_embeddings(tmp_path / "new.pt")["train"].labels, *matrices
+    output = tmp_path / f"new{len([*tmp_path.iterdir()])}.pt"  # each call draws again
+    assert relabel.main([str(source), *flags.split(), "--output", str(output)]) == 0
+    matrices = [torch.load(path, weights_only=True) for path in relabel.matrix_files(output).values()]
+    return load_embeddings(output)["train"].labels, *matrices
 
 
 def test_each_draw_of_label_noise_and_of_known_labels(tmp_path):

@@ -18,6 +18,7 @@ from scripts import relabel, study
 from studies import noise
 from studies.runs import parse_flags
 from studies.tuning import Sobol
+from tests.scripts.test_relabel import is_written
 from tests.scripts.trained import LABELS, changed
 
 CLASSES = 20
@@ -43,9 +44,10 @@ def right(tmp_path_factory):
 
 def relabelled(right, tmp_path, *words):
     """The new file and its two matrices."""
-    assert relabel.main([str(right[0]), *words, "--num_valid", str(VALID), "--output", str(tmp_path / "new.pt")]) == 0
-    matrices = [torch.load(tmp_path / f"new_{name}.pt", weights_only=True) for name in ("true", "estimated")]
-    return load_embeddings(tmp_path / "new.pt"), *matrices
+    output = tmp_path / f"new{len([*tmp_path.iterdir()])}.pt"
+    assert relabel.main([str(right[0]), *words, "--num_valid", str(VALID), "--output", str(output)]) == 0
+    matrices = [torch.load(path, weights_only=True) for path in relabel.matrix_files(output).values()]
+    return load_embeddings(output), *matrices
 
 
 def expected_matrix(rate, among):
@@ -84,7 +86,6 @@ def test_labels_that_train_and_that_validate_are_wrong_alike(right, tmp_path, ra
 
 def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(right, tmp_path):
     labels = right[2]
-    output = tmp_path / "new.pt"
     before = right[0].read_bytes()
     data = relabelled(right, tmp_path, "--label_noise", "0.4")[0]
     train, valid = split_rows(ROWS, VALID, 0)
@@ -96,6 +97,7 @@ def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(right, 
     assert torch.equal(data["test"].labels, labels[ROWS:])
     assert torch.equal(data["train"].inputs[:, 0], torch.arange(ROWS).float())
     for num_classes, joined, split in ((2, 10, 1), (200, 1, 10)):
+        output = tmp_path / f"of_{num_classes}.pt"
         assert relabel.main([str(right[0]), "--num_classes", str(num_classes), "--output", str(output)]) == 0
         assert torch.equal(load_embeddings(output)["test"].labels // split, labels[ROWS:] // joined)
     for wrong_call in (["--output", str(right[0]), "--label_noise", ".1"], ["--output", "x.pt"]):
@@ -300,9 +302,9 @@ def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
     for _, script, *flags in lines:
         if script == "scripts/relabel.py":
-            assert not relabel.is_written(flags)
+            assert not is_written(flags)
             assert relabel.main(flags) == 0
-            assert relabel.is_written(flags)
+            assert is_written(flags)
     passes = [parse_arguments(flags) for _, script, *flags in lines if script != "scripts/relabel.py"]
     for labels, number in (("blocks_.2", 18), ("right", 16)):  # the matrices of right labels are the identity
         own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
@@ -329,17 +331,18 @@ def test_a_cached_file_of_labels_that_is_of_other_embeddings_is_written_again(ri
         return [str(data), "--label_noise", ".2", "--noisy_valid", *more, "--output", str(output)]
 
     assert relabel.main(words(other)) == 0
-    assert relabel.is_written(words(other))
-    assert not relabel.is_written(words(right[0]))
-    assert not relabel.is_written(words(other, "--draw", "1"))
+    assert is_written(words(other))
+    assert not is_written(words(right[0]))
+    assert not is_written(words(other, "--draw", "1"))
 
 
 def test_labels_that_are_wrong_already_are_refused(right, tmp_path):
     relabelled(right, tmp_path, "--label_noise", "0.4", "--among", "20", "--noisy_valid")
+    source = str(tmp_path / "new0.pt")
     for noisy in ("--label_noise", "0"), ("--human", str(right[1])):
         with pytest.raises(ValueError, match="has wrong labels already"):
-            relabel.main([str(tmp_path / "new.pt"), *noisy, "--output", str(tmp_path / "newer.pt")])
-    words = [str(tmp_path / "new.pt"), "--num_classes", "200", "--output", str(tmp_path / "classes.pt")]
+            relabel.main([source, *noisy, "--output", str(tmp_path / "newer.pt")])
+    words = [source, "--num_classes", "200", "--output", str(tmp_path / "classes.pt")]
     assert relabel.main(words) == 0
     data = load_embeddings(tmp_path / "classes.pt")
     for name in ("train", "valid", "clean", "test"):

@@ -12,6 +12,10 @@ from scripts import relabel
 from tests.experiments import scripts
 
 
+def is_written(words):
+    return relabel.is_written(relabel.parse_arguments(words))
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -67,18 +71,58 @@ def test_files_of_other_labels_are_written_again(named):
     torch.save(content, path)
     words = [str(path), "--label_noise", "0.2", "--output", str(path.with_name("noisy.pt"))]
     assert relabel.main(words) == 0
-    assert relabel.is_written(words)
+    assert is_written(words)
     for name in ("true", "estimated"):
         matrix = path.with_name(f"noisy_{name}.pt")
         right = torch.load(matrix)
         torch.save(right.roll(1, 0), matrix)
-        assert not relabel.is_written(words)
+        assert not is_written(words)
         torch.save(right, matrix)
-        assert relabel.is_written(words)
+        assert is_written(words)
     changed = dict(content)
     changed["imagenet_train_embeddings"] = changed["imagenet_train_embeddings"].flip(0)
     torch.save(changed, path)
-    assert not relabel.is_written(words)
+    assert not is_written(words)
+
+
+@pytest.mark.parametrize("flags", ["--label_noise 0.2", "--num_classes 100"])
+def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(flags, named, capsys):
+    path, content = named
+    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
+    torch.save(content, path)
+    words = [str(path), *flags.split(), "--output", str(path.with_name("new.pt"))]
+    assert relabel.main(words) == 0
+    outputs = sorted(set(path.parent.iterdir()) - {path})
+    assert set(capsys.readouterr().out.split()) == {"wrote", *map(str, outputs)}
+    before = [file.read_bytes() for file in outputs]
+    if "noise" in flags:
+        assert relabel.main(words) == 0
+        assert "is there, made of the same files" in capsys.readouterr().out
+    other = flags.replace("0.2", "0.3").split()
+    with pytest.raises(ValueError, match=r"new.*is there, with other content"):
+        relabel.main([words[0], *other, *words[-2:]])
+    assert [file.read_bytes() for file in outputs] == before
+    for file in outputs:
+        for each in outputs:
+            each.unlink(missing_ok=True)
+        file.write_text("of the user")
+        with pytest.raises(ValueError, match=f"{file.name} is there, with other content"):
+            relabel.main(words)
+        assert [each.name for each in outputs if each.exists()] == [file.name]
+        assert file.read_text() == "of the user"
+
+
+def test_a_call_goes_on_where_one_was_killed(named):
+    """It had written a matrix, and not yet the embeddings."""
+    path, content = named
+    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
+    torch.save(content, path)
+    words = [str(path), "--label_noise", "0.2", "--output", str(path.with_name("new.pt"))]
+    assert relabel.main(words) == 0
+    for name in ("new.pt", "new_estimated.pt"):
+        path.with_name(name).unlink()
+    assert relabel.main(words) == 0
+    assert is_written(words)
 
 
 HEADS = "--batch_size 25 --n_epochs 1 --eval_freq 0 --lr .01 --method softmax_cross_entropy"
@@ -95,9 +139,10 @@ OTHER_SPLITS = [
 def noisy_file(folder, *words):
     """A file of 130 training rows with wrong labels, which validates on 20 with right ones."""
     path = scripts.embeddings(folder / "right.pt")
-    words = [str(path), "--label_noise", "1", "--among", "8", *words, "--output", str(folder / "noisy.pt")]
+    output = folder / f"noisy{len([*folder.iterdir()])}.pt"
+    words = [str(path), "--label_noise", "1", "--among", "8", *words, "--output", str(output)]
     assert relabel.main(words) == 0
-    return folder / "noisy.pt", words
+    return output, words
 
 
 def call(script, path, flags):
@@ -116,7 +161,7 @@ def test_a_run_that_would_validate_on_wrong_labels_is_refused(script, flags, tmp
 def test_runs_with_the_split_of_the_file_and_files_that_do_not_say_so_are_as_they_were(tmp_path):
     path, words = noisy_file(tmp_path, "--num_valid", "20")
     assert call(finetune_imagenet, path, f"{HEADS} --num_valid 20") == 0
-    assert not relabel.is_written([*words, "--num_valid", "21"])  # right elsewhere
+    assert not is_written([*words, "--num_valid", "21"])  # right elsewhere
     path, _ = noisy_file(tmp_path, "--num_valid", "13")
     points_of_embeddings(load_embeddings(path))  # a tenth, by seed 0
     with pytest.raises(ValueError, match="right labels"):
