@@ -254,38 +254,39 @@ def write(args: argparse.Namespace, replaces: bool) -> None:
         changed, matrices = with_noise(args, data)
     else:
         changed = with_classes(args, data)
-    if not replaces:
-        check_places(args.output, matrices)
-    for path, matrix in matrices.items():
-        save_torch_file(path, matrix)
-    save_torch_file(args.output, content | changed)
-    print("wrote", *map(str, matrices), args.output)
+    files = {**matrices, args.output: content | changed}
+    there = [path for path in files if path.exists() and not replaces]
+    for path in there:
+        check_same(path, files[path])
+    for path, wanted in files.items():
+        if path in there:
+            print(f"{path} is there already")
+            continue
+        save_torch_file(path, wanted)
+        print(f"wrote {path}")
 
 
-def check_places(output: Path, matrices: Mapping[Path, Tensor]) -> None:
-    """Raise ValueError if one of the files is there; a matrix may be the one of a call that was killed."""
-    taken = [output] if output.exists() else []
-    for path, matrix in matrices.items():
-        if path.exists() and not is_matrix(path, matrix):
-            taken.append(path)
-    if taken:
-        raise ValueError(f"{taken[0]} is there, with other content: delete or rename it, or give another --output")
+def check_same(path: Path, wanted: Tensor | Mapping[str, Any]) -> None:
+    """Raise ValueError if a file holds anything else than a matrix, or than the parts of a file of embeddings."""
+    found = load_torch_file(path, "a torch file", advice=": delete or rename it")
+    is_same = type(found) is type(wanted)
+    if is_same and isinstance(wanted, Tensor):
+        is_same = torch.equal(found, wanted)
+    elif is_same:
+        is_same = found.keys() == wanted.keys() and all(same_part(found[name], wanted[name]) for name in wanted)
+    if not is_same:
+        raise ValueError(f"{path} is there, with other content: delete or rename it, or give another --output")
 
 
-def is_matrix(path: Path, matrix: Tensor) -> bool:
-    """Whether a file holds this matrix."""
-    try:
-        return torch.equal(load_torch_file(path, "a torch file of a matrix"), matrix)
-    except (ValueError, OSError, TypeError):  # a file of something else
-        return False
+def same_part(found: Any, wanted: Any) -> bool:
+    """Whether two parts of a file of embeddings are equal."""
+    if isinstance(found, Tensor) and isinstance(wanted, Tensor):
+        return found.dtype == wanted.dtype and torch.equal(found, wanted)
+    return type(found) is type(wanted) and bool(found == wanted)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    if args.num_classes is None and is_written(args):
-        print(f"{args.output} is there, made of the same files with the same settings")
-        return 0
-    write(args, replaces=False)
+    write(parse_arguments(argv), replaces=False)
     return 0
 
 

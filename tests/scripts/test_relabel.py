@@ -95,21 +95,35 @@ def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(fla
     outputs = sorted(set(path.parent.iterdir()) - {path})
     assert set(capsys.readouterr().out.split()) == {"wrote", *map(str, outputs)}
     before = [file.read_bytes() for file in outputs]
+    assert relabel.main(words) == 0
+    assert capsys.readouterr().out.count("is there already") == len(outputs)
+    others = ["--num_classes 1"]
     if "noise" in flags:
-        assert relabel.main(words) == 0
-        assert "is there, made of the same files" in capsys.readouterr().out
-    other = flags.replace("0.2", "0.3").split()
-    with pytest.raises(ValueError, match=r"new.*is there, with other content"):
-        relabel.main([words[0], *other, *words[-2:]])
+        others = ["--label_noise 0.3", "--label_noise 0.2 --among 10", "--label_noise 0.2 --draw 1"]
+    for other in others:
+        with pytest.raises(ValueError, match=r"new.*is there, with other content"):
+            relabel.main([words[0], *other.split(), *words[-2:]])
     assert [file.read_bytes() for file in outputs] == before
     for file in outputs:
         for each in outputs:
             each.unlink(missing_ok=True)
         file.write_text("of the user")
-        with pytest.raises(ValueError, match=f"{file.name} is there, with other content"):
+        with pytest.raises(ValueError, match=f"{file.name} is .*: delete or rename it"):
             relabel.main(words)
         assert [each.name for each in outputs if each.exists()] == [file.name]
         assert file.read_text() == "of the user"
+
+
+@pytest.mark.parametrize("more", ["--noisy_valid", "--num_valid 50"])
+def test_a_file_with_another_split_is_another_file(named, more):
+    path, content = named
+    for name in ("clean", "valid"):
+        del content[f"imagenet_{name}_embeddings"], content[f"imagenet_{name}_labels"]
+    torch.save(content, path)
+    words = [str(path), "--label_noise", "0.2", "--num_valid", "100", "--output", str(path.with_name("new.pt"))]
+    assert relabel.main(words) == 0
+    with pytest.raises(ValueError, match=r"new.*is there, with other content"):
+        relabel.main([*words, *more.split()])
 
 
 def test_a_call_goes_on_where_one_was_killed(named):
