@@ -50,6 +50,15 @@ def test_a_broken_link_or_a_missing_picture_fails_the_build(planted, tmp_path):
     assert (done.returncode != 0, "nowhere" in done.stderr) == (bool(planted), bool(planted)), done.stderr
 
 
+def test_each_file_with_tests_of_the_documentation_s_packages_is_run_by_its_script():
+    marked = set()
+    for path in ROOT.glob("tests/**/test_*.py"):
+        if "mark.docs" + "(" in path.read_text(encoding="utf-8"):
+            marked.add(path.relative_to(ROOT).as_posix())
+    (line,) = re.findall(r"^.*pytest -m docs (.*)$", (ROOT / "scripts" / "docs.sh").read_text(), re.MULTILINE)
+    assert set(line.split()) == marked
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
