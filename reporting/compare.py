@@ -86,7 +86,7 @@ def p_value(values: pd.Series) -> float:
     return float(2 * student.sf(statistic, n - 1))
 
 
-def kept_by_holm(p_values: Mapping[Key, float]) -> dict[Key, bool]:
+def holm(p_values: Mapping[Key, float]) -> dict[Key, bool]:
     """Whether Holm's method keeps each difference of a family, by its p-value (NaN: there is no difference)."""
     ordered = sorted(p_values, key=lambda key: (math.isnan(p_values[key]), p_values[key]))
     kept = {}

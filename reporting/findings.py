@@ -27,7 +27,7 @@ import pandas as pd
 
 from experiments.common.paths import REPOSITORY
 from reporting import epochs, markdown, noise
-from reporting.compare import Interval, interval, kept_by_holm, p_value, paired
+from reporting.compare import Interval, holm, interval, p_value, paired
 from reporting.frames import METRICS, lines_of, read_runs
 
 GAINS = ["Δ top-1", "Δ top-5"]
@@ -186,7 +186,7 @@ def kept_in_file(file: str, baseline_file: str, baseline: str) -> dict[tuple[fro
         differences = paired(line, base, list(METRICS))
         for metric in METRICS:
             p_values[names, metric] = p_value(differences[metric])
-    return kept_by_holm(p_values)
+    return holm(p_values)
 
 
 @functools.cache

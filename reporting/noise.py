@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from reporting import compare, markdown
-from reporting.compare import interval, p_value, paired
+from reporting import markdown
+from reporting.compare import holm, interval, p_value, paired
 from reporting.frames import METRICS, read_runs
 from studies.noise import BASELINE, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
 from studies.tuning import BETTER, WORSE, Known, Trial, Tried, Tuned
@@ -148,7 +148,7 @@ def kept_by_holm(folder: Path) -> dict[tuple[str, Pair, str], bool]:
             differences = results.minus(pair)
             for metric in METRICS:
                 p_values[labels, pair, metric] = p_value(differences[metric])
-    return compare.kept_by_holm(p_values)
+    return holm(p_values)
 
 
 def star(folder: Path, labels: str, pair: Pair, metric: str) -> str:

@@ -9,9 +9,10 @@ Labels that validate stay right without --noisy_valid: those of valid, or of --n
 Runs that would validate on other rows of the new file are refused. With --noisy_valid they are wrong as those that
 train, and the new file has one more split, clean: the rows of valid with correct labels. Two matrices T for forward
 correction lie beside the new file: NAME_true.pt, of the noise itself (human labels: their shares among all training
-labels of a class), and NAME_estimated.pt, counted on 5 % of the rows that train. A file that is there is not replaced,
-unless it is the one that the call would write. --num_classes: ten classes in one, or
+labels of a class), and NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or
 each in ten, by which of ten random directions a row lies furthest along from the mean of its class.
+
+A file with other content than the call would write is not replaced, and the call is refused.
 """
 
 import argparse
