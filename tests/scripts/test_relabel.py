@@ -45,6 +45,20 @@ def named(tmp_path):
     return tmp_path / "named.pt", content
 
 
+@pytest.fixture
+def right(named):
+    """The same on disk, with right labels alone."""
+    path, content = named
+    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
+    torch.save(content, path)
+    return path
+
+
+def call_for(path, flags):
+    """The words of a call that writes new.pt beside a file."""
+    return [str(path), *flags.split(), "--output", str(path.with_name("new.pt"))]
+
+
 @pytest.mark.parametrize("num_classes", [1, 100])
 def test_the_classes_change_in_every_split_whatever_its_name_in_the_file(named, num_classes):
     path, content = named
@@ -64,46 +78,50 @@ def test_the_classes_change_in_every_split_whatever_its_name_in_the_file(named, 
             assert len(split.labels.unique()) > 10
 
 
-def test_files_of_other_labels_are_written_again(named):
+def test_files_of_other_labels_are_written_again(right):
     """A call that was killed has written the matrices and not yet the embeddings."""
-    path, content = named
-    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
-    torch.save(content, path)
-    words = [str(path), "--label_noise", "0.2", "--output", str(path.with_name("noisy.pt"))]
+    words = call_for(right, "--label_noise 0.2")
     assert relabel.main(words) == 0
     assert is_written(words)
     for name in ("true", "estimated"):
-        matrix = path.with_name(f"noisy_{name}.pt")
-        right = torch.load(matrix)
-        torch.save(right.roll(1, 0), matrix)
+        matrix = right.with_name(f"new_{name}.pt")
+        written = torch.load(matrix)
+        torch.save(written.roll(1, 0), matrix)
         assert not is_written(words)
-        torch.save(right, matrix)
+        torch.save(written, matrix)
         assert is_written(words)
-    changed = dict(content)
-    changed["imagenet_train_embeddings"] = changed["imagenet_train_embeddings"].flip(0)
-    torch.save(changed, path)
+    content = torch.load(right)
+    content["imagenet_train_embeddings"] = content["imagenet_train_embeddings"].flip(0)
+    torch.save(content, right)
     assert not is_written(words)
 
 
-@pytest.mark.parametrize("flags", ["--label_noise 0.2", "--num_classes 100"])
-def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(flags, named, capsys):
-    path, content = named
-    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
-    torch.save(content, path)
-    words = [str(path), *flags.split(), "--output", str(path.with_name("new.pt"))]
+OTHER_FLAGS = {
+    "--label_noise 0.2": ["--label_noise 0.3", "--label_noise 0.2 --among 10", "--label_noise 0.2 --draw 1"],
+    "--num_classes 100": ["--num_classes 1"],
+}
+
+
+@pytest.mark.parametrize("flags", OTHER_FLAGS)
+def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(flags, right, capsys):
+    words = call_for(right, flags)
     assert relabel.main(words) == 0
-    outputs = sorted(set(path.parent.iterdir()) - {path})
+    outputs = sorted(set(right.parent.iterdir()) - {right})
     assert set(capsys.readouterr().out.split()) == {"wrote", *map(str, outputs)}
     before = [file.read_bytes() for file in outputs]
     assert relabel.main(words) == 0
     assert capsys.readouterr().out.count("is there already") == len(outputs)
-    others = ["--num_classes 1"]
-    if "noise" in flags:
-        others = ["--label_noise 0.3", "--label_noise 0.2 --among 10", "--label_noise 0.2 --draw 1"]
-    for other in others:
+    for other in OTHER_FLAGS[flags]:
         with pytest.raises(ValueError, match=r"new.*is there, with other content"):
-            relabel.main([words[0], *other.split(), *words[-2:]])
+            relabel.main(call_for(right, other))
     assert [file.read_bytes() for file in outputs] == before
+
+
+@pytest.mark.parametrize("flags", OTHER_FLAGS)
+def test_a_file_of_the_user_is_not_replaced_and_nothing_is_written_beside_it(flags, right):
+    words = call_for(right, flags)
+    assert relabel.main(words) == 0
+    outputs = sorted(set(right.parent.iterdir()) - {right})
     for file in outputs:
         for each in outputs:
             each.unlink(missing_ok=True)
@@ -115,26 +133,22 @@ def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(fla
 
 
 @pytest.mark.parametrize("more", ["--noisy_valid", "--num_valid 50"])
-def test_a_file_with_another_split_is_another_file(named, more):
-    path, content = named
-    for name in ("clean", "valid"):
-        del content[f"imagenet_{name}_embeddings"], content[f"imagenet_{name}_labels"]
-    torch.save(content, path)
-    words = [str(path), "--label_noise", "0.2", "--num_valid", "100", "--output", str(path.with_name("new.pt"))]
+def test_a_file_with_another_split_is_another_file(right, more):
+    content = torch.load(right)
+    del content["imagenet_valid_embeddings"], content["imagenet_valid_labels"]
+    torch.save(content, right)
+    words = call_for(right, "--label_noise 0.2 --num_valid 100")
     assert relabel.main(words) == 0
     with pytest.raises(ValueError, match=r"new.*is there, with other content"):
         relabel.main([*words, *more.split()])
 
 
-def test_a_call_goes_on_where_one_was_killed(named):
+def test_a_call_goes_on_where_one_was_killed(right):
     """It had written a matrix, and not yet the embeddings."""
-    path, content = named
-    del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
-    torch.save(content, path)
-    words = [str(path), "--label_noise", "0.2", "--output", str(path.with_name("new.pt"))]
+    words = call_for(right, "--label_noise 0.2")
     assert relabel.main(words) == 0
     for name in ("new.pt", "new_estimated.pt"):
-        path.with_name(name).unlink()
+        right.with_name(name).unlink()
     assert relabel.main(words) == 0
     assert is_written(words)
 
