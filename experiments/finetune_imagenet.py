@@ -96,7 +96,7 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
         "--eval_freq",
         type=flags.number(int, 0),
         default=100,
-        help="steps between evaluations; 0: at the end of training only (default: %(default)s)",
+        help="steps between evaluations; 0: at the end only, and no checkpoint before (default: %(default)s)",
     )
     parser.add_argument(
         "--also",

@@ -203,8 +203,7 @@ def build_arm_loss(config: dict[str, Any], V: int, device: torch.device) -> ArmL
     if config["arm"] == "cross_entropy":
         return None
     if config["arm"] == "retain":
-        first_step = config | {"m": min(config["m"], V)}  # it has V candidates
-        loss_fn = build_loss(first_step, None, device, reduction="sum")
+        loss_fn = build_loss(config, None, device, reduction="sum")
         return partial(retain, K=K, loss_fn=loss_fn)
     operators = cache(lambda n: build_operator(config, n, K, sorted=config["method"] == "soft_topk"))
     operators(V)  # settings are checked before the training

@@ -33,16 +33,20 @@ class CommonSettings(TypedDict, total=False):
 class CallSettings(NamedTuple):
     """What a call reads from the settings, once, before it computes.
 
-    The backward pass may compute a loss again. A schedule may have set another temperature by then, and
+    The backward pass may compute a loss again. A schedule may have set another temperature or P_K by then, and
     torch.func.functional_call has taken its own away.
 
     Attributes:
         inverse_temperature: a number or a tensor (), above 0; 1 for losses without one.
         p_k: P_K of each sample, (rows, K); None: that of the loss.
+        ranks: of a loss with a P_K of its own, the J ranks that have a weight in it.
+        rank_weights: their weights, (1, J, 1 or num_classes).
     """
 
     inverse_temperature: float | Tensor = 1.0
     p_k: Tensor | None = None
+    ranks: tuple[int, ...] = ()
+    rank_weights: Tensor | None = None
 
     def repeat(self, times: int) -> "CallSettings":
         """Repeat each row, next to itself."""
@@ -204,6 +208,10 @@ class ClassificationLoss(nn.Module):
         """Return the inverse temperature of this call; losses that have one override it."""
         return 1.0
 
+    def settings_of_call(self, inverse_temperature: float | Tensor, p_k: Tensor | None) -> CallSettings:
+        """Return the settings of a call; losses with a P_K of their own add it."""
+        return CallSettings(inverse_temperature, p_k)
+
     def is_stochastic(self) -> bool:
         """Tell whether the loss draws noise."""
         return self.draws_noise
@@ -219,7 +227,7 @@ class ClassificationLoss(nn.Module):
             else:
                 targets = labels.reshape(-1)  # (rows,)
                 is_counted = targets != self.ignore_index
-            call = CallSettings(self.current_temperature(rows, is_counted), p_k)
+            call = self.settings_of_call(self.current_temperature(rows, is_counted), p_k)
             losses, weights = self._weighted_losses(rows, targets, is_counted, call)  # (rows,) each
             return self._reduce(losses, weights, label_shape(logits))
 
@@ -301,16 +309,17 @@ class ClassificationLoss(nn.Module):
         def compute_chunk(
             logits: Tensor, classes: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None
         ) -> Tensor:
-            return compute(logits, classes, CallSettings(inverse_temperature, p_k))
+            return compute(logits, classes, call._replace(inverse_temperature=inverse_temperature, p_k=p_k))
 
         rows_at_once = max(SCORES_AT_ONCE // (num_classes * scores_per_loss), 1)
         classes_at_once = max(SCORES_AT_ONCE // (rows_at_once * scores_per_loss), 1)
         losses = []
         for number, rows in enumerate(logits.split(rows_at_once)):
             own = slice(number * rows_at_once, number * rows_at_once + len(rows))
+            beta, p_k, *_ = call.select(own)
             losses_of_rows = []
             for chunk in classes[own].split(classes_at_once, dim=1):
-                losses_of_rows.append(Recomputed.apply(compute_chunk, rows, chunk, *call.select(own)))
+                losses_of_rows.append(Recomputed.apply(compute_chunk, rows, chunk, beta, p_k))
             losses.append(torch.cat(losses_of_rows, dim=1))
         return torch.cat(losses)
 

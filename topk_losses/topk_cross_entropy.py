@@ -137,6 +137,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         return current_value(self.inverse_temperature, logits, is_counted)
 
+    def settings_of_call(self, inverse_temperature: float | Tensor, p_k: Tensor | None) -> CallSettings:
+        return CallSettings(inverse_temperature, p_k, tuple(self.ranks), self.rank_weights)
+
     def is_stochastic(self) -> bool:
         return self.operator.draws_noise
 
@@ -255,7 +258,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _log_mixture(self, within: Tensor, rank_weights: Tensor, call: CallSettings) -> Tensor:
         """Compute log sum_k P_K(k) P(rank <= k) of what the operator returns, (rows, J[, n])."""
         if self.operator.returns_logarithms:
-            all_positive = call.p_k is None and self.rank_weights.shape[2] == 1
+            is_of_all_classes = call.rank_weights is not None and call.rank_weights.shape[2] == 1
+            all_positive = call.p_k is None and is_of_all_classes  # a row per class may have zeros
             return log_mixture(within, rank_weights, all_positive=all_positive)
         # columns of NeuralSort and SoftSort may sum to more than 1
         return guarded_log((within * rank_weights).sum(1).clamp(max=1))
@@ -272,14 +276,15 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _ranks(self, call: CallSettings) -> list[int]:
         """Return the ranks that have a weight; for P_K of each sample, all."""
         if call.p_k is None:
-            return self.ranks
+            return list(call.ranks)
         return list(range(1, call.p_k.shape[1] + 1))
 
     def _rank_weights(self, logits: Tensor, call: CallSettings) -> Tensor:
         """Return P_K of these ranks, (1 or rows, J, 1 or n)."""
-        if call.p_k is None:
-            return self.rank_weights.to(logits)
-        return call.p_k.to(logits).unsqueeze(2)
+        if call.p_k is not None:
+            return call.p_k.to(logits).unsqueeze(2)
+        assert call.rank_weights is not None  # settings_of_call
+        return call.rank_weights.to(logits)
 
     def _has_softmax_term(self, call: CallSettings) -> bool:
         """Tell whether the softmax computes rank 1, instead of the operator."""

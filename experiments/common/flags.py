@@ -229,7 +229,7 @@ def add_run_flags(parser: ArgumentParser, results: str) -> None:
         "--checkpoint_seconds",
         type=number(float, 0),
         default=60,
-        help="seconds between checkpoints (default: 60)",
+        help="seconds between checkpoints, which follow evaluations (default: 60)",
     )
 
 

@@ -10,9 +10,9 @@
         run.save({"epoch": epoch, "train_loss": ...}, last=epoch == config["n_epochs"])
     run.record({"num_classes": 100})
 
-Files are replaced, never edited, and a checkpoint is written every --checkpoint_seconds. A run that ends in any way
-(Ctrl-C, kill -9, a crash, a time limit) loses at most what came since, and the same command continues it with the same
-bits. Under torchrun all processes call these methods; only the first writes and prints.
+Files are replaced, never edited. A checkpoint follows an evaluation, where --checkpoint_seconds have passed since the
+last. A run that ends in any way (Ctrl-C, kill -9, a crash, a time limit) loses what came since, and the same command
+continues it with the same bits. Under torchrun all processes call these methods; only the first writes and prints.
 """
 
 import json

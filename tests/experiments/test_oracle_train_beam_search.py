@@ -184,8 +184,9 @@ def test_the_figures_are_those_of_a_plain_training_loop(arm, pretrained, results
     loss_fn = None
     if row["arm"] == "soft_beam":
         loss_fn = soft_beam_loss
-    if row["arm"] == "retain":  # half of P_K on the best candidate, half on those that stay; all V are kept
-        settings = {"m": model.num_phonemes, "inverse_temperature": 0.5, "top1_mode": "sm"}
+    if row["arm"] == "retain":  # half of P_K on the best candidate, half on those that stay
+        assert int(row["m"]) > model.num_phonemes  # the first step has fewer candidates than m, the others more
+        settings = {"m": int(row["m"]), "inverse_temperature": 0.5, "top1_mode": "sm"}
         loss_fn = make_loss("softsort", [0.5, 0, 0.5], **settings, reduction="sum")
     expected = fit(model, words, loss_fn, PRETRAIN, UPDATES, 0.005)
     check_history(history_of(results, row, "update"), expected)

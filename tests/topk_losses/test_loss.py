@@ -22,6 +22,7 @@ from topk_losses import (
     TOP1_MODES,
     RelaxedNetwork,
     TopKCrossEntropyLoss,
+    classification,
     make_loss,
     topk_cross_entropy,
 )
@@ -382,6 +383,25 @@ def test_p_k_and_the_inverse_temperature_can_be_set_later(method):
     loss.inverse_temperature = -1
     with pytest.raises(ValueError, match="inverse_temperature must be a finite number above 0, got -1"):
         loss(logits, labels)
+
+
+@pytest.mark.parametrize("p_k", [[0.5, 0, 0.5], [[0.5, 0, 0.5], [0.9, 0, 0.1]] * 6], ids=["one", "per class"])
+@pytest.mark.parametrize("method", RELAXED)
+def test_what_is_set_after_the_forward_pass_changes_no_gradient_of_it(method, p_k, monkeypatch):
+    """Where the backward pass computes the loss again, a few scores at a time."""
+    monkeypatch.setattr(classification, "SCORES_AT_ONCE", 40)
+    logits, labels = random_batch()
+    logits.requires_grad_()
+    gradients = []
+    for is_changed in (False, True):
+        loss_fn = TopKCrossEntropyLoss(method, p_k, num_classes=12, m=8, label_smoothing=0.1)
+        loss_fn.generator = torch.Generator().manual_seed(0)
+        loss = loss_fn(logits, labels)
+        if is_changed:
+            loss_fn.p_k = {1: 0.2, 2: 0.8}
+            loss_fn.inverse_temperature = 0.01
+        gradients.append(torch.autograd.grad(loss, logits)[0])
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("method", RELAXED)
