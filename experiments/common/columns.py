@@ -32,8 +32,8 @@ COLUMNS = {
     "last_test_top{k}": "test top-k accuracy of the last evaluation, fraction in [0, 1]",
     "last_valid_top{k}": "validation top-k accuracy of the last evaluation, fraction in [0, 1]",
     "last_clean_top{k}": "top-k accuracy of the last evaluation, validation images with correct labels, in [0, 1]",
-    "last_train_loss": "mean training loss over the last epoch, nats (--eval_freq 0: over all epochs; beam search: since "
-    "the last but one validation)",
+    "last_train_loss": "mean training loss over the last epoch, nats (--eval_freq 0: over all epochs; beam search: "
+    "since the last but one validation)",
     "last_{evaluated}_loss": "mean loss of the last evaluation, nats; clean: validation images with correct labels",
     "last_inverse_temperature": "where inverse_temperature is auto or from:to, what it was at the end",
     "last_{evaluated}_logit_std": "standard deviation of the logits over the classes, mean over the split: a head's",
