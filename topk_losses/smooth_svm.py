@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -32,6 +32,30 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
     return e
 
 
+def polynomials_of_first(z: Tensor, k: int) -> list[Tensor]:
+    """Compute log e_j, j = 0..k, of exp of the first i numbers of z, i = 0..n: (rows, n + 1); -inf, none, for i < j."""
+    num_columns = z.shape[1] + 1
+    polynomials = []
+    for e in log_polynomials(z, k):
+        polynomials.append(pad(e, (num_columns - e.shape[1], 0), value=-math.inf))
+    return polynomials
+
+
+class PolynomialsOfOthers:
+    """Elementary symmetric polynomials of exp(z) without one class, for each class of z (rows, n) in turn."""
+
+    def __init__(self, z: Tensor, k: int) -> None:
+        self.of_first = polynomials_of_first(z, k)
+        self.of_last = [e.flip(1) for e in polynomials_of_first(z.flip(1), k)]
+
+    def log(self, j: int) -> Tensor:
+        """Compute log e_j without each class, j <= k: sums over those before it and those behind. (rows, n), O(n j)."""
+        products = []
+        for i in range(j + 1):
+            products.append(self.of_first[i][:, :-1] + self.of_last[j - i][:, 1:])
+        return torch.stack(products).logsumexp(0)
+
+
 def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
     """Compute what the kernel computes: the smooth and the hard k-th largest of the others less the true class's score.
 
@@ -57,28 +81,38 @@ def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: 
     return [torch.where(is_enough, smooth, -math.inf), torch.where(is_enough, kth - true_score, -math.inf), top]
 
 
-class Comparison(NamedTuple):
-    """The k-th largest scores of the others beside the true class's.
+def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the smooth and the hard k-th largest of the others less the true class's score: (rows, J) each.
 
-    Attributes:
-        smooth, hard: the smooth and the hard one less the true class's score, (rows, J) each.
-        top: the K + 1 largest scores of the others, (rows, K + 1), without a gradient.
+    By a kernel where there is one, with NaN for a row with NaN or +inf.
     """
-
-    smooth: Tensor
-    hard: Tensor
-    top: Tensor
-
-
-def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> Comparison:
-    """Compute kth_largest by a kernel where there is one, with NaN for a row with NaN or +inf."""
     compute = find_kernel("kth_largest", scores, temperature) or kth_largest
-    outputs = compute(scores, labels, ks, temperature)
-    top = outputs[2]
+    smooth, hard, top, *_ = compute(scores, labels, ks, temperature)
     highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
     # added, so that its gradient is NaN too
     nan_of_spoilt = torch.zeros_like(highest).where(highest < math.inf, math.nan)
-    return Comparison(outputs[0] + nan_of_spoilt, outputs[1] + nan_of_spoilt, top)
+    return smooth + nan_of_spoilt, hard + nan_of_spoilt
+
+
+def every_class_compared_with_kth(scores: Tensor, k: int, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `compare_with_kth` does, for one k, with each class as the true one: (rows, n) each.
+
+    O(n k) per row.
+    """
+    z = finite(scores)
+    top = z.topk(k + 1, dim=1)
+    highest = top.values[:, :1].detach()  # (rows, 1)
+    wide = wide_dtype(scores)
+    others = PolynomialsOfOthers((z.to(wide) - highest.to(wide)) / temperature, k)
+    logs = others.log(k) - others.log(k - 1)  # (rows, n)
+    smooth = (highest.to(wide) - scores.to(wide) + temperature * logs).to(scores.dtype)
+
+    is_among = torch.zeros_like(z, dtype=torch.bool).scatter(1, top.indices[:, :-1], True)
+    kth = torch.where(is_among, top.values[:, -1:], top.values[:, -2:-1])
+    is_enough = kth > MASKED / 2  # are there k others at all?
+    nan_of_spoilt = 0 * highest  # NaN for a row with NaN or +inf
+    smooth = torch.where(is_enough, smooth, -math.inf) + nan_of_spoilt
+    return smooth, torch.where(is_enough, kth - scores, -math.inf) + nan_of_spoilt
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -112,18 +146,21 @@ class SmoothTopKLoss(SingleKLoss):
         return checks.current_inverse_temperature(self.tau, "tau")
 
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
-        compared = self._compare(logits, labels, call)
-        return self._smooth_losses(compared, call)
-
-    def _compare(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Comparison:
         self.check_k_of(logits)
-        temperature = number_like(self.k * call.inverse_temperature, logits)
-        return compare_with_kth(logits, labels, [self.k], temperature)
+        smooth, hard = compare_with_kth(logits, labels, [self.k], self._temperature(logits, call))
+        return self._loss_of_distance(smooth, hard, logits, call).squeeze(1)
 
-    def _smooth_losses(self, compared: Comparison, call: CallSettings) -> Tensor:
-        """Compute the loss of each row: (rows,)."""
+    def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
+        self.check_k_of(logits)
+        smooth, hard = every_class_compared_with_kth(logits, self.k, self._temperature(logits, call))
+        return self._loss_of_distance(smooth, hard, logits, call)
+
+    def _temperature(self, logits: Tensor, call: CallSettings) -> Tensor:
+        return number_like(self.k * call.inverse_temperature, logits)
+
+    def _loss_of_distance(self, smooth: Tensor, hard: Tensor, logits: Tensor, call: CallSettings) -> Tensor:
+        """Compute the losses of labels whose k-th largest other score lies so far above their own, (rows, c) each."""
         tau = call.inverse_temperature
-        smooth = compared.smooth.squeeze(1)
         gap = smooth.nan_to_num(math.nan, -MASKED, MASKED)  # a learned tau has no gradient of infinities
         losses = tau * softplus((self.alpha + gap / self.k) / tau, threshold=SOFTPLUS_THRESHOLD)
         return torch.where(smooth == math.inf, math.inf, losses)
@@ -138,12 +175,10 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     shapes and errors are those of SmoothTopKLoss.
     """
 
-    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+    def _loss_of_distance(self, smooth: Tensor, hard: Tensor, logits: Tensor, call: CallSettings) -> Tensor:
         k = self.k
-        compared = self._compare(logits, labels, call)
-        true_score = logits.detach().gather(1, labels.unsqueeze(1))  # (rows, 1)
-        ranked = torch.cat([compared.top, true_score], dim=1).sort(1, descending=True).values  # (rows, k + 2)
-        gap = ranked[:, k - 1] - ranked[:, k]  # (rows,)
+        ranked = logits.detach().topk(k + 1, dim=1).values  # (rows, k + 1)
+        gap = ranked[:, k - 1 : k] - ranked[:, k:]  # (rows, 1)
         is_far_apart = gap >= k * call.inverse_temperature * math.log(HARD_RATIO)
-        hinge = relu(self.alpha + compared.hard.squeeze(1) / k)
-        return torch.where(is_far_apart, hinge, self._smooth_losses(compared, call))
+        hinge = relu(self.alpha + hard / k)
+        return torch.where(is_far_apart, hinge, super()._loss_of_distance(smooth, hard, logits, call))

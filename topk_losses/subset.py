@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.numerics import MASKED, centered, finite, number_like, wide_dtype
 from topk_losses.operator import TopKOperator
-from topk_losses.smooth_svm import compare_with_kth, log_polynomials
+from topk_losses.smooth_svm import PolynomialsOfOthers, compare_with_kth
 
 
 @dataclass(frozen=True)
@@ -48,39 +48,22 @@ class SubsetTopK(TopKOperator):
         if not proper_ks:  # among n classes all are within n
             return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
         temperature = 1 / number_like(inverse_temperature, scores)
-        distance = compare_with_kth(scores, labels, proper_ks, temperature).smooth  # (rows, J), kth / beta - s_y
+        distance, _ = compare_with_kth(scores, labels, proper_ks, temperature)  # (rows, J), kth / beta - s_y
         distance = distance.nan_to_num(torch.nan, -MASKED, MASKED)  # beta times inf would have no gradient
         return pad(logsigmoid(-inverse_temperature * distance), (0, len(ks) - len(proper_ks)))
 
     def topk_probabilities(
         self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
     ) -> Tensor:
-        """Compute log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
-
-        Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
-        """
+        """Compute log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z)."""
         if not ks:
             return scores.unsqueeze(1)[:, :0]
         z = centered(scores.to(wide_dtype(scores))) * inverse_temperature  # (rows, n)
-        before = polynomials_of_first(z, max(ks))
-        behind = polynomials_of_first(z.flip(1), max(ks))
+        others = PolynomialsOfOthers(z, max(ks))
         is_unmasked = scores > -torch.inf  # (rows, n)
         num_unmasked = is_unmasked.sum(1, keepdim=True)  # (rows, 1)
         logs = []
         for k in ks:
-            products = []
-            for j in range(k):
-                products.append(before[j][:, :-1] + behind[k - 1 - j].flip(1)[:, 1:])
-            without = torch.stack(products).logsumexp(0)  # (rows, n)
             is_certain = is_unmasked & (num_unmasked <= k)  # where e_k is made of masked classes, too
-            logs.append(torch.where(is_certain, 0, z + without - before[k][:, -1:]))
+            logs.append(torch.where(is_certain, 0, z + others.log(k - 1) - others.of_first[k][:, -1:]))
         return torch.stack(logs, dim=1).to(scores.dtype)
-
-
-def polynomials_of_first(z: Tensor, most: int) -> list[Tensor]:
-    """Compute log e_j, j = 0..most, of exp of the first i scores, i = 0..n: (rows, n + 1); -inf, none, for i < j."""
-    num_columns = z.shape[1] + 1
-    polynomials = []
-    for e in log_polynomials(z, most):
-        polynomials.append(pad(e, (num_columns - e.shape[1], 0), value=-torch.inf))
-    return polynomials

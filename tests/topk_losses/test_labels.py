@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from tests import reference
 from tests.methods import DETERMINISTIC, FOLLOW, GUARDED, MODES, RELAXED, WITH_MODES, p_k_of, random_batch
-from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss
+from topk_losses import METHODS, ClassificationLoss, TopKCrossEntropyLoss, make_loss
 
 WEIGHT = torch.linspace(0.2, 2, 12, dtype=torch.float64)
 
@@ -66,6 +66,15 @@ def test_the_cost_follows_the_classes_and_the_ranks_with_mass(method, monkeypatc
     monkeypatch.setattr(type(loss.operator), "topk_probabilities_of_labels", spy)
     loss(logits, mixup(labels))
     assert seen == [(2 * len(labels), [3])]
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_smoothing_copies_no_logits_for_each_class(method, monkeypatch):
+    loss = make_loss(method, p_k_of(method, 3), label_smoothing=0.1)
+    if method in RELAXED and loss.operator.compares_pairs:  # each class has scores of its own
+        pytest.skip("compares pairs of classes")
+    monkeypatch.setattr(ClassificationLoss, "_loss_of_copies", None)
+    loss(*random_batch())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -59,6 +59,18 @@ def test_agrees_with_the_recurrence_at_any_scale(problem, alpha):
     slack = 100 * eps + torch.finfo(logits.dtype).eps
     torch.testing.assert_close(got_grad.double(), want_grad.double(), rtol=0, atol=slack / k)
 
+    def mean_over_classes(logits):
+        every_class = torch.arange(logits.shape[1]).expand(logits.shape)
+        copies = logits.repeat_interleave(logits.shape[1], dim=0)
+        losses = reference.smooth_topk(copies, every_class.flatten(), k, tau, alpha)
+        return losses.view(logits.shape).mean(1)
+
+    uniform = torch.full_like(logits, 1 / len(logits[0]), dtype=torch.float64)
+    got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, alpha, reduction="none"), logits, uniform)
+    want, want_grad = value_and_gradient(lambda logits, _: mean_over_classes(logits), logits, labels)
+    torch.testing.assert_close(got.double(), want, rtol=20 * eps, atol=atol)
+    torch.testing.assert_close(got_grad.double(), want_grad.double(), rtol=0, atol=slack / k)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
