@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from topk_losses.numerics import centered, largest, select_labels, select_ranks
+from topk_losses.numerics import centered, finite, largest, select_labels, select_ranks
 from topk_losses.operator import TopKOperator
 
 
@@ -18,9 +18,10 @@ class NeuralSort(TopKOperator):
 
     P[i, :] = softmax(beta ((n + 1 - 2i) s - A 1)), A_jl = |s_j - s_l|, i = 1..k, in O(n log n + n k).
 
-    With the scores sorted, s_(1) >= s_(2) >= ..., and the gaps delta_q = s_(q) - s_(q+1) >= 0, the softmax argument of
-    s_(r) relative to that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q:
-    two prefix sums of non-negative terms, where the definition has n differences of large numbers. Equal scores have
+    With the scores sorted, s_(1) >= s_(2) >= ..., and the gaps delta_q = s_(q) - s_(q+1) >= 0, row i is highest at
+    place i. The softmax argument of another place lies below it by sum |2i - 1 - 2q| delta_q over the gaps q between
+    both: non-negative terms, so that neither offset nor outlier costs digits, where the definition has n differences of
+    large numbers. Behind place k two prefix sums, of delta_q and of (q - k) delta_q, serve all rows. Equal scores have
     equal columns in P; their gradient is that of the order in which torch.sort puts them.
 
     The default inverse temperature, 1 / tau in the paper, is 0.5, as published for ImageNet with m = 16; 0.0625 was
@@ -72,14 +73,25 @@ class NeuralSort(TopKOperator):
     def _log_rows(self, scores: Tensor, k: int, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         """Compute log P of the sorted classes (rows, k, n), and the class at each place (rows, n)."""
         n = scores.shape[1]
-        sorted_scores, order = centered(scores).sort(dim=1, descending=True)
+        sorted_scores, order = finite(scores).sort(dim=1, descending=True)
+        nan_of_infinity = 0 * sorted_scores[:, :1].detach()  # (rows, 1), NaN for a row with NaN or +inf
         gaps = (sorted_scores[:, :-1] - sorted_scores[:, 1:]) * inverse_temperature  # (rows, n - 1)
-        q = torch.arange(1, n, device=scores.device, dtype=scores.dtype)
-        D = pad(gaps.cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
-        E = pad((gaps * q).cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
-        factor = torch.arange(1, 2 * k, 2, device=scores.device, dtype=scores.dtype)  # 2i - 1
-        log_P = torch.log_softmax(factor.unsqueeze(1) * D - 2 * E, dim=2)  # (rows, k, n)
-        return log_P, order
+
+        i = torch.arange(1, k + 1, device=scores.device).unsqueeze(1)  # (k, 1)
+        q = torch.arange(1, k, device=scores.device)  # (k - 1,), the gaps among the first k places
+        steps = gaps[:, : k - 1].unsqueeze(1) * (2 * i - 1 - 2 * q).abs()  # (rows, k, k - 1)
+        is_behind = q >= i  # (k, k - 1)
+        depth_behind = pad(steps.where(is_behind, 0).cumsum(2), (1, 0))
+        depth_before = pad(steps.where(~is_behind, 0).flip(2).cumsum(2).flip(2), (0, 1))
+        depth_of_top = depth_behind + depth_before  # (rows, k, k)
+
+        gaps_of_rest = gaps[:, k - 1 :]  # (rows, n - k)
+        places_behind_k = torch.arange(n - k, device=scores.device)
+        D = gaps_of_rest.cumsum(1).unsqueeze(1)  # (rows, 1, n - k)
+        E = (gaps_of_rest * places_behind_k).cumsum(1).unsqueeze(1)
+        depth_of_rest = depth_of_top[:, :, -1:] + (2 * (k - i) + 1) * D + 2 * E  # (rows, k, n - k)
+        depth = torch.cat([depth_of_top, depth_of_rest], dim=2) + nan_of_infinity.unsqueeze(2)  # (rows, k, n)
+        return (-depth).log_softmax(2), order
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,16 @@ def test_stays_finite_and_close_to_float64(name, scale, dtype):
         torch.testing.assert_close(column, torch.full_like(column, 1 / 50), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("beta", [0.0625, 0.5, 2.0])
+@pytest.mark.parametrize("k", [1, 5, 70, 100])
+def test_an_outlier_costs_neuralsort_no_digits(k, beta):
+    logits = random_logits(8, 100, dtype=torch.float32)
+    logits[:, 3] = 1e4
+    P = bound("neuralsort", k, beta)(logits)
+    want = reference.neuralsort(logits, beta)[:, :k]
+    torch.testing.assert_close(P.double(), want, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_ties_do_not_blow_up_the_gradient_of_art(name):
     """difftopk's slope at a tie is 25,000 beta, by its epsilon; here it is that of a small difference.
