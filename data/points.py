@@ -39,7 +39,7 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
     train_split = chosen(train, learn)
     mean = torch.tensor(means).view(-1, 1, 1)
     std = torch.tensor(stds).view(-1, 1, 1)
-    num_classes = 1 + int(train_split.labels.max())
+    num_classes = 1 + int(train.labels.max())
     return Dataset(num_classes, train_split, chosen(train, valid), test, scale=1 / (255 * std), shift=-mean / std)
 
 

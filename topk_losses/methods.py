@@ -189,11 +189,6 @@ def register_entry_points() -> None:
             register_operator(entry_point.name, own)
 
 
-def find_method(method: str) -> Method:
-    """Return what a name stands for; raise ValueError with the nearest name where it is unknown."""
-    return METHODS[resolve_method(method)]
-
-
 def resolve_method(method: str, relaxed: bool = False) -> str:
     """Return the canonical name of a method.
 
@@ -251,7 +246,11 @@ def make_operator(
         setting = "distribution" if distribution is not None else "art_lambda"
         value = distribution if distribution is not None else art_lambda
         raise refuse_setting(setting, value, str(method))
-    return RelaxedNetwork(operator.construction, distribution or operator.distribution, art_lambda)
+    if distribution is None:
+        distribution = operator.distribution
+    if art_lambda is None:
+        art_lambda = operator.art_lambda
+    return RelaxedNetwork(operator.construction, distribution, art_lambda)
 
 
 NETWORKS_ALONE = "relaxed networks (odd_even, bitonic, splitter_selection)"

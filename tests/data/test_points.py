@@ -98,6 +98,7 @@ def test_a_seed_chooses_who_validates_and_a_limit_takes_some(tmp_path):
     assert not torch.equal(whole.valid.inputs, other.valid.inputs)
     assert [len(split) for split in (limited.train, limited.valid, limited.test)] == [90, 10, 360]
     assert torch.equal(whole.test.inputs, other.test.inputs)
+    assert load_points("digits", tmp_path, limit_train=6).num_classes == 10
     with pytest.raises((ValueError, OSError), match=r"--limit_train 1438 exceeds the 1437 training rows"):
         load_points("digits", tmp_path, limit_train=1438)
 

@@ -16,7 +16,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import topk_losses
 from tests.methods import FOLLOW, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import METHODS, TopKCrossEntropyLoss, TopKOperator, make_loss, make_operator, register_operator
+from topk_losses import (
+    METHODS,
+    RelaxedNetwork,
+    TopKCrossEntropyLoss,
+    TopKOperator,
+    make_loss,
+    make_operator,
+    register_operator,
+)
 from topk_losses.temperature import AutoTemperature
 
 AUTO = [method for method in LEARNABLE if method in FOLLOW]
@@ -419,3 +427,12 @@ def test_a_loss_with_constants_and_a_parameter_can_be_distributed(method, tmp_pa
         assert float(getattr(loss, name_of(method)).grad.abs()) > 0
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_network_keeps_the_settings_that_make_operator_is_not_given():
+    network = RelaxedNetwork("bitonic", "logistic_phi", 0.2)
+    assert make_operator(network, distribution="logistic_phi") == network
+    assert make_operator(network, art_lambda=0.3) == RelaxedNetwork("bitonic", "logistic_phi", 0.3)
+    assert make_operator(RelaxedNetwork("bitonic", "cauchy"), distribution="gaussian") == RelaxedNetwork(
+        "bitonic", "gaussian"
+    )
