@@ -62,12 +62,12 @@ def half_width(std: float, n: int) -> float:
 
 def interval(values: pd.Series) -> Interval:
     """The mean of values with its interval."""
-    return Interval(values.mean(), half_width(values.std(), len(values)))
+    return Interval(mean(values), half_width(values.std(), len(values)))
 
 
 def over_draws(draws: Sequence[pd.Series]) -> Interval:
     """The mean over draws of the data, each the mean of its seeds, with an interval for other draws."""
-    return interval(pd.Series([values.mean() for values in draws]))
+    return interval(pd.Series([mean(values) for values in draws]))
 
 
 def over_seeds(draws: Sequence[pd.Series]) -> Interval:
@@ -75,7 +75,7 @@ def over_seeds(draws: Sequence[pd.Series]) -> Interval:
     squared_errors = [values.var() / len(values) for values in draws]
     degrees = sum(len(values) - 1 for values in draws)
     error = math.sqrt(sum(squared_errors)) / len(draws)
-    return Interval(fmean(values.mean() for values in draws), quantile(degrees) * error)
+    return Interval(fmean(mean(values) for values in draws), quantile(degrees) * error)
 
 
 def p_value(values: pd.Series) -> float:
@@ -214,7 +214,7 @@ def agreement(yours: pd.Series, repository: pd.Series, pool: Spread | Pool | Non
     m = len(repository)
     if n == 0 or m == 0:
         return Agreement(Interval(math.nan, math.nan), "")
-    difference = yours.mean() - repository.mean()
+    difference = mean(yours) - mean(repository)
     if pool is None:
         squares = ((yours - yours.mean()) ** 2).sum() + ((repository - repository.mean()) ** 2).sum()
         degrees = n + m - 2
@@ -240,4 +240,4 @@ def from_published(yours: pd.Series, published: float, n_seeds: float, pool: Spr
     if yours.empty:
         return Interval(math.nan, math.nan)
     half = quantile(pool.degrees) * pool.std * math.sqrt(1 / len(yours) + 1 / n_seeds)
-    return Interval(yours.mean() - published, half)
+    return Interval(mean(yours) - published, half)

@@ -288,7 +288,7 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
             continue
         figure = lines(part, x, ACCURACIES, by="line", xscale="log")
         title = f"{name}.csv, P_K = {markdown.p_k(p_k)}: mean over the seeds"
-        title += {True: ".", False: "; grey line: softmax cross-entropy."}[softmax.empty]
+        title += "." if softmax.empty else "; grey line: softmax cross-entropy."
         for axis, metric in zip(figure.axes, METRICS):
             if not softmax.empty:
                 axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from experiments.common.settings import BY_NAME
-from reporting.compare import Agreement, Interval
+from reporting.compare import Agreement, Interval, mean
 
 MINUS = "−"
 HEADINGS = {
@@ -70,7 +70,7 @@ def mean_std(values: pd.Series, digits: int = 2) -> str:
     values = values.dropna()
     if values.empty:
         return ""
-    text = fixed(values.mean(), digits)
+    text = fixed(mean(values), digits)
     if len(values) > 1:
         text += f" ± {fixed(values.std(), digits)}"
     return text
@@ -134,8 +134,9 @@ def table(cells: pd.DataFrame | Sequence[dict[str, str]]) -> str:
     frame = pd.DataFrame(cells).fillna("")
     sides = []
     for name in frame:
-        is_number = frame[name].map(lambda cell: NUMBER.fullmatch(cell) is not None).all()
-        sides.append({True: "right", False: "left"}[bool(is_number)])
+        is_number = frame[name].map(lambda cell: NUMBER.fullmatch(cell) is not None)
+        side = "right" if is_number.all() else "left"
+        sides.append(side)
     return frame.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
 
 
@@ -210,7 +211,7 @@ def machines(runs: pd.DataFrame) -> list[str]:
         return [counts.index[0]]
     found = []
     for machine, count in counts.items():
-        plural = {1: ""}.get(count, "s")
+        plural = "" if count == 1 else "s"
         found.append(f"{count} run{plural} on {machine}")
     return found
 

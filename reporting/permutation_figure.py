@@ -147,7 +147,7 @@ def draw_method(method: str, folder: Path) -> list[Path]:
         pulls = pull(loss, own)
         label = None
         if value is not None:
-            symbol = {True: "τ", False: "β"}[hasattr(loss, "tau")]  # τ: the smooth losses', as published
+            symbol = "τ" if hasattr(loss, "tau") else "β"  # τ: the smooth losses', as published
             label = f"{symbol} = {value:g}"
         axis.plot(own, pulls, color=STYLE[method]["color"], linestyle=line, label=label)
         highest = max(highest, pulls.quantile(0.99).item())

@@ -310,7 +310,8 @@ def published_lines(
                     line[f"{metric}_difference"] = line[f"{metric}_mean"] - value
             lines.append(line)
         if not lines:
-            lines.append(about | {"p_k": row.get("p_k", ""), "n_seeds": {True: 0.0}.get(bool(row["method"]), math.nan)})
+            n_seeds = 0.0 if row["method"] else math.nan
+            lines.append(about | {"p_k": row.get("p_k", ""), "n_seeds": n_seeds})
         records += lines
         stated.append((row, lines))
     return records, left
@@ -447,7 +448,7 @@ def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
     lines = pd.DataFrame(records)
     if (lines["pairs"].isna() | (lines["pairs"] == lines["n_seeds"])).all():
         lines = lines.drop(columns="pairs")
-    validation = {1: "top-1"}.get(len(valid), "mean of top-1 and top-5")
+    validation = "top-1" if len(valid) == 1 else "mean of top-1 and top-5"
     caption = (
         f"{accuracy_caption(metrics)} Validation: {validation}. "
         f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
