@@ -27,6 +27,7 @@ BETTER = 1
 EARLIER = 0
 WORSE = -1
 TRIAL_SEEDS = (0,)  # of all trials
+DIMENSIONS = 4  # places of a trial by the Sobol sequence, one a range
 DIGITS = 9  # of a mean score: without rounding, the order of a sum would decide between equal accuracies
 
 
@@ -312,9 +313,12 @@ class Sobol:
 
     def of(self, candidate: Candidate, known: Known) -> list[Trial]:
         trials = []
+        ranges = self.ranges | candidate.ranges
+        if len(ranges) > DIMENSIONS:
+            raise ValueError(f"{candidate.name} has {len(ranges)} ranges, and trials have {DIMENSIONS} places")
         for number, places in enumerate(self.places()):
             shared = {}
-            for place, (name, numbers) in zip(places, [*self.ranges.items(), *candidate.ranges.items()]):
+            for place, (name, numbers) in zip(places, ranges.items()):
                 shared[name] = numbers.at(place)
             n_epochs = self.epochs[number * len(self.epochs) // self.number]
             trials.append(Trial(candidate.flags, as_flags(shared), n_epochs))
@@ -323,7 +327,7 @@ class Sobol:
     def places(self) -> list[list[float]]:
         import torch  # seconds that other studies need not wait
 
-        engine = torch.quasirandom.SobolEngine(4, scramble=True, seed=0)
+        engine = torch.quasirandom.SobolEngine(DIMENSIONS, scramble=True, seed=0)
         return engine.draw(self.number, dtype=torch.float64).tolist()
 
 

@@ -188,6 +188,13 @@ def test_every_setting_of_a_linear_classifier_that_is_not_as_published_is_named(
     assert f"{flag} 0.3" in text.partition("Not as published: ")[2]
 
 
+def test_a_word_that_is_usual_for_one_setting_is_not_so_for_another(made, two_seeds):
+    run = changed(two_seeds[2], lr_schedule="right")
+    _, text, _ = made([*two_seeds[:2], run])
+    (row,) = cells(text, "Top-k NeuralSort")
+    assert "lr_schedule right" in row["not as published"]
+
+
 def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(made, row):
     softmax = changed(row("heads", method="softmax_cross_entropy"), **IMAGENET, test_top1=0.86, test_top5=0.97812)
     runs = [changed(softmax, seed=seed, order_seed=seed) for seed in (0, 1)]

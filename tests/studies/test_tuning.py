@@ -25,6 +25,7 @@ from studies.tuning import (
     OnePass,
     Range,
     Rule,
+    Sobol,
     Trial,
     Tuned,
     tune,
@@ -89,6 +90,13 @@ def test_rounds_follow_one_another_then_the_finals(study):
     ]
     best = {row["method"]: row["lr"] for row in rows}  # later rows are better
     assert {(row["method"], row["lr"]) for row in finals} == set(best.items())
+
+
+def test_a_range_without_a_place_is_refused():
+    ranges = {name: Range(0.1, 1.0) for name in ("lr", "weight_decay", "q", "alpha", "beta")}
+    sobol = Sobol("trials", OnePass(SCRIPT, Path("trials.csv"), ""), 2, (4, 12), ranges)
+    with pytest.raises(ValueError, match="cross-entropy has 5 ranges, and trials have 4 places"):
+        sobol.of(Candidate("cross-entropy", "", "--method softmax_cross_entropy"), None)
 
 
 def test_a_failed_round_is_the_status_and_the_last(study):
