@@ -118,7 +118,13 @@ def test_smooth_hard_decides_sample_by_sample():
     top = logits.topk(4).values
     hard = top[:, 2] - top[:, 3] >= 3 * 0.2 * math.log(1000)
     assert 0 < int(hard.sum()) < 64
-    hinge = reference.hard_topk_hinge(logits, labels, 3)
-    smooth = reference.smooth_topk(logits, labels, 3, 0.2)
-    want = torch.where(hard, hinge, smooth)
-    torch.testing.assert_close(SmoothHardTopKLoss(3, 0.2, reduction="none")(logits, labels), want)
+    every = []
+    for label in range(12):
+        of_class = torch.full_like(labels, label)
+        hinge = reference.hard_topk_hinge(logits, of_class, 3)
+        smooth = reference.smooth_topk(logits, of_class, 3, 0.2)
+        every.append(torch.where(hard, hinge, smooth))
+    every = torch.stack(every, dim=1)  # (64, 12)
+    loss_fn = SmoothHardTopKLoss(3, 0.2, reduction="none")
+    torch.testing.assert_close(loss_fn(logits, labels), every.gather(1, labels.unsqueeze(1)).squeeze(1))
+    torch.testing.assert_close(loss_fn(logits, torch.full_like(logits, 1 / 12)), every.mean(1))
