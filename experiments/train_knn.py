@@ -202,7 +202,8 @@ class NeighbourLoss(nn.Module):
 
     Args:
         operator: the relaxed top-k of the candidates.
-        loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between -k and 0; or "log_mass", -log of that mass / k.
+        loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between -k and 0 where indicators sum to k; or "log_mass",
+            -log of that mass / k, which counts as 1 at most.
         auto: sets the inverse temperature by the scores; None for the operator's.
     """
 
@@ -232,7 +233,7 @@ class NeighbourLoss(nn.Module):
             beta.observe(scores)
             beta = beta.value()
         counts = right.any(1)  # (Q,)
-        # A query without a right candidate gets all of them: the sum is k, and torch.where below leaves it out.
+        # A query without a right candidate gets all of them: it has a logarithm, and torch.where below leaves it out.
         mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
         share = self.operator.mass(scores, mass, beta, self.generator)  # (Q,)
         if self.loss == "mass":

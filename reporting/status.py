@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from experiments.common import settings
@@ -24,6 +25,14 @@ TOTALS = {"epoch": "n_epochs", "update": "n_updates"}  # settings with the last 
 
 def seconds_of(row: Row) -> float:
     return float(row.get("train_seconds") or 0) + float(row.get("eval_seconds") or 0)
+
+
+def length_ratio(run: dict[str, Any], row: Row) -> float:
+    """How many times as many epochs or updates a run has as a row; 1 if one of both does not say."""
+    for total in TOTALS.values():
+        if run.get(total) and row.get(total):
+            return float(run[total]) / float(row[total])
+    return 1.0
 
 
 def is_held(lock: Path) -> bool:
@@ -163,11 +172,14 @@ class Status:
         return [self.reference.rows[number] for number in self.reference.find(without_seed)]
 
     def expected_seconds(self, run: dict[str, Any]) -> float:
-        """The mean seconds of the repository's rows with the run's settings, or else of all its rows."""
-        rows = self.measured_rows(run) or self.reference.rows
+        """The mean seconds of the repository's rows with the run's settings, or else of all its rows at its length."""
+        rows = self.measured_rows(run)
+        if rows:
+            return fmean(map(seconds_of, rows))
+        rows = self.reference.rows
         if not rows:
             return 0.0
-        return sum(map(seconds_of, rows)) / len(rows)
+        return fmean(seconds_of(row) * length_ratio(run, row) for row in rows)
 
     def progress(self, command: str) -> Progress:
         """How far a command is."""
@@ -256,7 +268,8 @@ def measured_runs(items: Sequence[Progress]) -> str:
     total = sum(item.total for item in items)
     if measured == total:
         return "every run has rows with its settings there"
-    return f"{measured} of {total} runs have rows with their settings there, the others take the mean of all rows"
+    others = "the others take the mean of all rows for as many epochs"
+    return f"{measured} of {total} runs have rows with their settings there, {others}"
 
 
 def status_text(commands: Sequence[str], labels: Sequence[str], name: str, status: Status) -> str:

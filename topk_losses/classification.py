@@ -13,6 +13,8 @@ from topk_losses.numerics import one_hot, to_compute_dtype
 from topk_losses.recomputation import Recomputed
 from topk_losses.temperature import rename_former_keys
 
+REDUCTIONS = ("mean", "sum", "none")
+MEANINGS = ("expected", "any")  # of soft labels
 # With more labels than this in a row, the losses of all classes together cost less than those of each label alone.
 FEW_LABELS = 8
 # Scores that are worked on at a time where each class as the label needs a pass of its own.
@@ -161,9 +163,9 @@ class ClassificationLoss(nn.Module):
             )
         self.num_classes = checks.check_several("num_classes", num_classes)
         self.label_smoothing = checks.check_fraction("label_smoothing", label_smoothing)
-        self.soft_labels = checks.check_choice("soft_labels", soft_labels, ("expected", "any"))
+        self.soft_labels = checks.check_choice("soft_labels", soft_labels, MEANINGS)
         self.ignore_index = checks.check_integer("ignore_index", ignore_index, least=-(2**63))
-        self.reduction = checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = checks.check_choice("reduction", reduction, REDUCTIONS)
         if weight is not None:
             weight = checks.check_per_class("weight", weight, self.num_classes, or_zero=True)
         self.register_buffer("weight", weight, persistent=False)
@@ -218,6 +220,7 @@ class ClassificationLoss(nn.Module):
 
     def compute(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
         """Compute the loss, with a P_K of each sample (rows, K) for TopKCrossEntropyLoss."""
+        self._check_settings()
         labels = self._checked_labels(logits, labels)
         with full_precision(logits.device):
             rows = to_compute_dtype(class_rows(logits))  # (rows, n)
@@ -328,6 +331,14 @@ class ClassificationLoss(nn.Module):
         num_classes = classes.shape[1]
         copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
         return self.loss_of_labels(copies, classes.reshape(-1), call.repeat(num_classes)).view(classes.shape)
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for settings that do not fit, as those that were assigned after __init__ may."""
+        checks.check_fraction("label_smoothing", self.label_smoothing)
+        checks.check_choice("soft_labels", self.soft_labels, MEANINGS)
+        checks.check_choice("reduction", self.reduction, REDUCTIONS)
+        if self.soft_labels == "any":
+            self._check_any()
 
     def _check_any(self) -> None:
         if type(self).loss_of_sets is ClassificationLoss.loss_of_sets:

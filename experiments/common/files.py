@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         reason = str(error).splitlines()[0]
         free = shutil.disk_usage(path.parent).free
         raise OSError(
-            f"cannot write {path} ({reason}; {free:,} bytes are free): the same command continues later"
+            f"cannot write {path} ({reason}; {free:,} bytes are free): make room, and give the same command again"
         ) from None
 
 

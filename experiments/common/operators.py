@@ -33,7 +33,10 @@ class BoundOperator:
         inverse_temperature: float | Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Compute how many classes of sets (batch, n) are expected among the k highest: (batch,), at most k."""
+        """Compute how many classes of sets (batch, n) are expected among the k highest: (batch,).
+
+        At most k, but where the indicators of the operator do not sum to k.
+        """
         if inverse_temperature is None:
             inverse_temperature = self.inverse_temperature
         return self.operator.topk_mass(scores, sets, self.k, inverse_temperature, generator)

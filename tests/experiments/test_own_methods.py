@@ -78,7 +78,7 @@ def test_a_script_trains_with_an_own_method(way, package, tmp_path):
 
 def test_the_pages_commands_train_a_variant_and_report_it_beside_table_1(tmp_path):
     """In a new clone, with the page's code as the module."""
-    (commands,) = [block for block in COMMANDS if "import my_module" in block]
+    (commands,) = [block for block in COMMANDS if "my_module" in block]
     clone = copy_of_tracked_files(tmp_path / "clone")
     (clone / "my_module.py").write_text("".join(BLOCKS))
     python = tmp_path / "bin" / "python"

@@ -159,6 +159,13 @@ def test_the_time_left_is_the_repositorys_times_this_machines_pace(folder):
     assert "all would take about 20 min" in time_left([waiting, waiting], "a CPU")
 
 
+def test_a_run_that_is_twice_as_long_takes_twice_the_seconds(folder):
+    found = Status(folder / "table1_short.csv", folder / "logs")
+    command = command_of(ROWS[3])
+    as_recorded, twice = (found.progress(f"{command} --lr .5 --n_epochs {epochs}").expected for epochs in (16, 32))
+    assert 0 < 2 * as_recorded == pytest.approx(twice)
+
+
 def time_of_all(folder, name: str, commands: list[str]) -> str:
     """What the last line says of the time of all runs, before one is done."""
     found = Status(folder / f"{name}.csv", folder / "logs")
@@ -186,7 +193,8 @@ def test_the_time_of_all_says_how_many_runs_were_measured(folder, study):
     total = len(study.commands())
     expected = "every run has rows with its settings there"
     if count < total:
-        expected = f"{count} of {total} runs have rows with their settings there, the others take the mean of all rows"
+        others = "the others take the mean of all rows for as many epochs"
+        expected = f"{count} of {total} runs have rows with their settings there, {others}"
     assert text.startswith(f"on {device} all would take about ")
     assert text.endswith(f"({expected})")
 

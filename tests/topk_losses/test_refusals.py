@@ -146,6 +146,16 @@ def test_a_temperature_by_two_names_is_refused(method):
         make_loss(method, inverse_temperature=2.0, tau=3.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("reduction", "max"), ("soft_labels", "some"), ("label_smoothing", 1.5), ("soft_labels", "any")]
+)
+def test_a_setting_that_is_assigned_later_is_checked_by_the_call(name, value):
+    loss = make_loss("softmax_cross_entropy", label_smoothing=0.1)
+    setattr(loss, name, value)
+    with pytest.raises(ValueError, match=name):
+        loss(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
+
+
 @pytest.mark.parametrize("short", ABBREVIATIONS)
 @pytest.mark.parametrize("spelling", [str.lower, str.upper])
 def test_the_name_of_papers_is_answered_with_the_name_here(short, spelling):
