@@ -1,6 +1,7 @@
 """The report of your runs: published values, this repository's and yours, with a verdict for each line."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -246,13 +247,15 @@ def in_order(lines: pd.DataFrame, commands: dict[int, str]) -> pd.DataFrame:
 
 
 def commands_of_line(row: pd.Series, commands: dict[int, str]) -> str:
-    """The command that repeats a line."""
+    """The command that repeats a line, with all of its seeds."""
     item = row["configuration"]
     if not isinstance(item, Configuration):
         return ""
-    if row["number"] in commands:
-        return commands[row["number"]]
-    return command_of(cells_of(item.first))
+    command = commands.get(row["number"]) or command_of(cells_of(item.first))
+    seeds = sorted({int(seed) for seed in item.runs["seed"]})
+    if len(seeds) > 1:
+        command = re.sub(r" --seed \S+", f" --seeds {' '.join(map(str, seeds))}", command)
+    return command
 
 
 def below_each_line(text: str, commands: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from experiments.common.rows import read_rows, write_rows
 from reporting import reproduction
 from scripts import report
 from studies.catalog import study_of
-from studies.runs import command_of, parse_flags
+from studies.runs import command_of, expected_runs, parse_flags
 from studies.tuning import Tuned
 
 FILES = ("table1_short.csv", "table4_short.csv", "scratch.csv", "implementation.csv", "beam_search.csv", "knn.csv")
@@ -128,6 +128,8 @@ def test_commands_stand_below_their_lines_and_make_their_runs(file, yours):
         assert (
             f"({parse_flags(command)['method']})" in line["method"] or parse_flags(command)["method"] in line["method"]
         )
+        seeds = {run["seed"] for run in expected_runs(command)}
+        assert line["top-1 repository"].endswith(f"({len(seeds)})")
 
 
 def test_runs_of_other_embeddings_do_not_count(yours):
