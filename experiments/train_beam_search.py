@@ -324,13 +324,14 @@ def loss_of(letters: Tensor, right: Tensor, phase: Phase) -> Tensor:
     behind = pad(right[:, :-1] == END, (1, 0))  # (batch, T), behind the first END
     labels = right.masked_fill(behind, IGNORED)
     encoded = phase.model.encode(letters)
-    loss: Any = 0.0
-    nll_weight = 1.0
+    loss_of_arm = None
     if phase.arm_loss is not None:
-        nll_weight = phase.config["nll_weight"]
-        loss = phase.arm_loss(phase.model, encoded, right, labels)
+        loss_of_arm = phase.arm_loss(phase.model, encoded, right, labels)
     log_probs = phase.model.forced(encoded, right)  # (batch, T, V), given the right phonemes before
-    return loss + nll_weight * nll_loss(log_probs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    nll = nll_loss(log_probs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    if loss_of_arm is None:
+        return nll
+    return loss_of_arm + phase.config["nll_weight"] * nll
 
 
 def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:

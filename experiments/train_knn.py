@@ -228,7 +228,7 @@ class NeighbourLoss(nn.Module):
         if left_out is not None:
             scores = scores.masked_fill(left_out, -torch.inf)
             right = right & ~left_out
-        beta: Any = self.inverse_temperature
+        beta = self.inverse_temperature
         if isinstance(beta, AutoTemperature):
             beta.observe(scores)
             beta = beta.value()

@@ -1,6 +1,6 @@
-"""Two figures for all tables, `lines` (over epochs, temperatures, sizes) and `dots` (a row per line), and their uses.
+"""Two kinds of figures, and what uses them: `lines` (over epochs, temperatures, sizes) and `dots` (a row per line).
 
-The colour is that of a method's family, the marker its own.
+The colour is that of a method's family, and the marker is the method's own.
 """
 
 import io

