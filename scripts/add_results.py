@@ -1,8 +1,8 @@
 """Add finished rows of yours to this repository's: scripts/add_results.py results/table1_short.csv [--dry-run]
 
-A row is added if its name is what its settings give, its commit is in the history and had no changes, and the
-repository has no row of that name. One refused row, and nothing is written. Rows that are there already are left alone.
-The file may lie in another clone: its place is that within the folder results/.
+A row is added if its method is one of this repository's, its name is what its settings give, its commit is in the
+history and had no changes, and the repository has no row of that name. One refused row, and nothing is written. Rows
+that are there already are left alone. The file may lie in another clone: its place is that within the folder results/.
 """
 
 import argparse
@@ -13,8 +13,11 @@ from pathlib import Path
 from experiments.common import door, settings
 from experiments.common.paths import REPOSITORY, ROOT, portable
 from experiments.common.rows import locked, read_rows, write_rows
+from experiments.train_knn import UNTRAINED
+from topk_losses import METHODS as TRAINED
 
 Row = dict[str, str]
+METHODS = (*TRAINED, *UNTRAINED)
 
 
 def digest_of(name: str) -> str:
@@ -40,6 +43,8 @@ def is_in_history(commit: str) -> bool:
 
 def problem(row: Row, known: dict[str, Row]) -> str:
     """Why a row cannot be added; "" if it can."""
+    if row.get("method", "") not in METHODS:
+        return f"its method {row.get('method')} is none of this repository's"
     if not has_its_name(row):
         return "its name is not what its settings give: the row was edited"
     if row.get("git_commit", "") == "":

@@ -45,6 +45,7 @@ def test_new_rows_are_added_once(place, capsys):
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
+        ({"method": "focal_1"}, "its method focal_1 is none of this repository's"),
         ({"lr": "0.002"}, "its name is not what its settings give"),
         ({"p_k": "0 0 0 1 0"}, "its name is not what its settings give"),
         ({"git_commit": ""}, "it names no commit"),
