@@ -57,11 +57,7 @@ def table() -> str:
             shown = ""
         training = answer.training
         row = {"You train": shown, "Labels": answer.labels, "Start with": answer.start_with}
-        for name, gain in zip(findings.GAINS, found.gains):
-            row[name] = markdown.interval(gain)
-            if gain.is_clear:
-                row[name] = f"**{row[name]}**"
-        row["Seeds"] = str(found.seeds)
+        row |= findings.cells(comparison, found)
         row["Rows"] = f"[{answer.key}](results/repository/{comparison.file})"
         rows.append(row)
     return markdown.table(rows)

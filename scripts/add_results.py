@@ -13,11 +13,10 @@ from pathlib import Path
 from experiments.common import door, settings
 from experiments.common.paths import REPOSITORY, ROOT, portable
 from experiments.common.rows import locked, read_rows, write_rows
-from experiments.train_knn import UNTRAINED
 from topk_losses import METHODS as TRAINED
 
 Row = dict[str, str]
-METHODS = (*TRAINED, *UNTRAINED)
+METHODS = (*TRAINED, *settings.UNTRAINED)
 
 
 def digest_of(name: str) -> str:

@@ -43,6 +43,7 @@ CIFAR = "train_cifar100"
 HEADS = "finetune_imagenet"
 KNN = "train_knn"
 BEAM = "train_beam_search"
+UNTRAINED = ("inputs", "pca")  # methods of KNN: neighbours of the inputs, of their principal components
 PRETRAINING = "pretraining"  # the pretraining that arms of beam search share
 LONGEST_READABLE = 200  # characters of a run's name before its hash: file systems allow names of 255
 ALL = (CIFAR, HEADS, KNN, BEAM)
