@@ -17,6 +17,10 @@ from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
+# For more ranks than these, where e^k is no float32 number, the kernel adds all classes one by one. Its numbers underflow
+# with 1,500 classes then.
+KERNEL_RANKS = 64
+KERNEL_CLASSES = 1000
 # Above this softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
 SOFTPLUS_THRESHOLD = 40
 
@@ -86,7 +90,9 @@ def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperat
 
     By a kernel where there is one, with NaN for a row with NaN or +inf.
     """
-    compute = find_kernel("kth_largest", scores, temperature) or kth_largest
+    compute = kth_largest
+    if ks[-1] <= KERNEL_RANKS or scores.shape[1] <= KERNEL_CLASSES:
+        compute = find_kernel("kth_largest", scores, temperature) or kth_largest
     smooth, hard, top, *_ = compute(scores, labels, ks, temperature)
     highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
     # added, so that its gradient is NaN too

@@ -74,7 +74,7 @@ def test_agrees_with_the_recurrence_at_any_scale(problem, alpha):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 1), (2, 2), (7, 3), (100, 99), (300, 300), (310, 300), (1000, 128), (20001, 5)]
+    ("n", "k"), [(1, 1), (2, 2), (7, 3), (100, 99), (300, 300), (310, 300), (1000, 128), (1600, 65), (20001, 5)]
 )
 def test_ties_in_closed_form(n, k, dtype):
     """With n equal scores e_k / e_{k-1} = (n - k + 1) / k; all binomials overflow float32 for the larger sizes."""
@@ -88,6 +88,16 @@ def test_ties_in_closed_form(n, k, dtype):
     torch.testing.assert_close(got, torch.full_like(got, tau * math.log1p(math.exp(margin / tau))), rtol=rtol, atol=0)
     want = torch.full_like(logits, slope / n).scatter(1, labels.unsqueeze(1), -slope)
     torch.testing.assert_close(gradient, want, rtol=300 * rtol, atol=10 * rtol / n)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 65), (1001, 65), (2000, 65), (2000, 128), (10000, 65)])
+def test_many_ranks_of_many_classes(n, k):
+    logits, labels = random_batch(2, n, 1.0, torch.float32)
+    loss = SmoothTopKLoss(k, 0.5, reduction="none")
+    got, got_grad = value_and_gradient(loss, logits, labels)
+    want, want_grad = value_and_gradient(loss, logits.double(), labels)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-4, atol=1e-6 / k)
 
 
 # difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and off by 0.2 to 50 % at small

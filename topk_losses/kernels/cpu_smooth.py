@@ -23,7 +23,6 @@ from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
 from topk_losses.kernels.registrar import new_gradient, register_kernel
 from topk_losses.numerics import MASKED
 
-MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 _f32 = np.float32
@@ -277,7 +276,7 @@ def _allocate(scores, labels, ks, temperature):
     batch, n = scores.shape
     J = len(ks)
     K = ks[-1]
-    leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
+    leaves = min(2 * K if K <= smooth_svm.KERNEL_RANKS else n, n - 1)
     shapes = ((J,), (J,), (K + 1,), (leaves + 1,), (1,), (J, K), (J, leaves))
     outputs = [scores.new_empty(batch, *shape) for shape in shapes]
     outputs[3] = labels.new_empty(outputs[3].shape)
