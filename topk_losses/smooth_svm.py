@@ -17,8 +17,8 @@ from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
-# For more ranks than these, where e^k is no float32 number, the kernel adds all classes one by one. Its numbers underflow
-# with 1,500 classes then.
+# For more ranks than these, where e^k is no float32 number, the kernel adds all classes one by one. With 1,500 classes
+# its numbers underflow then.
 KERNEL_RANKS = 64
 KERNEL_CLASSES = 1000
 # Above this softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
