@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from topk_losses import checks
 from topk_losses.compilers import full_precision, has_known_values, is_ordinary, is_transforming
 from topk_losses.numerics import one_hot, to_compute_dtype
 from topk_losses.recomputation import Recomputed
-from topk_losses.temperature import rename_former_keys
+from topk_losses.temperature import KeepsPrecision, rename_former_keys
 
 REDUCTIONS = ("mean", "sum", "none")
 MEANINGS = ("expected", "any")  # of soft labels
@@ -111,7 +111,7 @@ def own_settings(loss: "type[ClassificationLoss]") -> list[str]:
     return [name for name in named if name not in CommonSettings.__annotations__]
 
 
-class ClassificationLoss(nn.Module):
+class ClassificationLoss(KeepsPrecision):
     """Base class of the losses, with the interface of torch.nn.CrossEntropyLoss.
 
     A subclass defines `loss_of_labels`. It may also define `loss_of_every_class`, where all classes together cost less

@@ -186,6 +186,8 @@ class RelaxedNetwork(TopKOperator):
             carry = carry_mass
         outputs = carry(scores, target, beta, comparators, layer_sizes, k, self.distribution, self.art_exponent)
         rank_probabilities = outputs[0]  # (rows, k)
+        if not layer_sizes:  # a gradient of 0, and NaN for a row with NaN or +inf
+            rank_probabilities = rank_probabilities + 0 * centered(scores).sum(1, keepdim=True)
         return select_ranks(rank_probabilities.cumsum(1), ks)
 
     def _of_every_class(self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor) -> Tensor:
@@ -210,6 +212,8 @@ class RelaxedNetwork(TopKOperator):
         P = unit_vectors.unsqueeze(2).expand(-1, -1, scores.shape[0])  # (n, k, rows)
         for wires, is_swapped, mixing in reversed(decisions):
             P = exchange(P, wires, is_swapped, mixing)
+        if not layers:  # a gradient of 0, and NaN for a row with NaN or +inf
+            P = P + 0 * x
         return select_ranks(P.permute(2, 1, 0).cumsum(1), ks)
 
     def _comparators(self, scores: Tensor, k: int) -> tuple[Tensor, list[int]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from topk_losses.checks import AUTO, check_inverse_temperature, check_positive, current_inverse_temperature
 from topk_losses.compilers import has_own_dispatch, is_wrapped
@@ -33,7 +34,22 @@ def unmasked_classes(scores: Tensor) -> Tensor:
     return (scores > -torch.inf) & (is_close | (depth <= 10 * reach))
 
 
-class AutoTemperature(nn.Module):
+class KeepsPrecision(nn.Module):
+    """A module whose own buffers move to another device, and keep their precision.
+
+    Half precision would stop a running mean, round a P_K and overflow the counts of classes.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            if not buffer.is_meta:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+class AutoTemperature(KeepsPrecision):
     """Inverse temperature that follows the standard deviation of the logits over the classes.
 
     Its value is `target` over a running mean of this standard deviation: over the rows that count of the batches in
@@ -55,14 +71,6 @@ class AutoTemperature(nn.Module):
         self.default = check_positive("default", default)
         self.register_buffer("spread", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("weight", torch.zeros((), dtype=torch.float32, device="cpu"))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AutoTemperature":
-        """Move to another device, and stay float32: half precision would stop the running mean."""
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
-            setattr(self, name, buffer.to(getattr(self, name).device))
-        return self
 
     @torch.no_grad()
     def observe(self, scores: Tensor, is_counted: Tensor | None = None) -> None:

@@ -87,6 +87,18 @@ def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method,
             assert bool(gradients[0][2].any()) or method.startswith("truncated")
 
 
+@pytest.mark.parametrize("method", RELAXED)
+def test_a_row_with_one_class_left_has_a_gradient_of_0(method):
+    logits = torch.full((2, 12), -torch.inf, dtype=torch.float64)
+    logits[0, 2] = 1
+    logits[1, 3] = 0
+    labels = torch.tensor([2, 3])
+    for smoothing in (0.0, 0.1):
+        loss = TopKCrossEntropyLoss(method, p_k={1: 0.5, 2: 0.5}, label_smoothing=smoothing)
+        _, gradient = value_and_gradient(loss, logits, labels)
+        assert not bool(gradient.any())
+
+
 # Offsets of the logits.
 
 

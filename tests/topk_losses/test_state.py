@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from dataclasses import FrozenInstanceError, dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -436,3 +437,25 @@ def test_a_network_keeps_the_settings_that_make_operator_is_not_given():
     assert make_operator(RelaxedNetwork("bitonic", "cauchy"), distribution="gaussian") == RelaxedNetwork(
         "bitonic", "gaussian"
     )
+
+
+CONSTANTS_OF_A_LOSS = {
+    "P_K": partial(make_loss, "lml", [0.2] * 5),
+    "class_counts": partial(make_loss, "imbalanced_noised_topk", 3, class_counts=torch.arange(1, 13) * 1e5),
+    "weight": partial(make_loss, "softmax_cross_entropy", weight=torch.linspace(0.1, 0.7, 12)),
+    "T": partial(make_loss, "forward_correction", T=torch.full((12, 12), 0.02).fill_diagonal_(0.78)),
+}
+
+
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CONSTANTS_OF_A_LOSS)
+def test_constants_keep_their_precision_when_a_model_is_cast(name, precision):
+    logits, labels = random_batch(dtype=torch.float32)
+    losses = []
+    for is_cast in (False, True):
+        loss = CONSTANTS_OF_A_LOSS[name]()
+        if is_cast:
+            loss.to(precision)
+        loss.generator = torch.Generator().manual_seed(0)
+        losses.append(loss(logits, labels))
+    assert torch.equal(*losses)
