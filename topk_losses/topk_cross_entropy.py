@@ -77,11 +77,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         )
         self.top1_mode = checks.check_choice("top1_mode", top1_mode, TOP1_MODES)
         self.noise_rate = checks.check_fraction("noise_rate", noise_rate)
-        if self.noise_rate and (top1_mode == "smce" or self.soft_labels == "any"):
-            raise ValueError(
-                "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and soft_labels "
-                f"'expected'; got top1_mode={top1_mode!r} and soft_labels={self.soft_labels!r}"
-            )
+        self._check_settings()
         if self.operator.whitens and self._num_sorted(self.num_classes) == 2:
             message = (
                 f"{self.operator} whitens the scores, and two scores are the same two numbers then: "
@@ -313,6 +309,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.m is None or n is None:
             return self.m or n
         return min(self.m, n)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        checks.check_choice("top1_mode", self.top1_mode, TOP1_MODES)
+        checks.check_fraction("noise_rate", self.noise_rate)
+        if self.noise_rate and (self.top1_mode == "smce" or self.soft_labels == "any"):
+            raise ValueError(
+                "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and soft_labels "
+                f"'expected'; got top1_mode={self.top1_mode!r} and soft_labels={self.soft_labels!r}"
+            )
 
     def _check_p_k(self, rows: Tensor) -> None:
         """Raise ValueError for a P_K, (K,) or (num_classes, K), that does not fit the other settings."""

@@ -156,6 +156,16 @@ def test_a_setting_that_is_assigned_later_is_checked_by_the_call(name, value):
         loss(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("top1_mode", "smec"), ("top1_mode", "smce"), ("noise_rate", -0.3), ("soft_labels", "any")]
+)
+def test_a_setting_of_the_top_k_loss_that_is_assigned_later_is_checked_by_the_call(name, value):
+    loss = build("softsort", noise_rate=0.3)
+    setattr(loss, name, value)
+    with pytest.raises(ValueError, match=name):
+        loss(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
+
+
 @pytest.mark.parametrize("short", ABBREVIATIONS)
 @pytest.mark.parametrize("spelling", [str.lower, str.upper])
 def test_the_name_of_papers_is_answered_with_the_name_here(short, spelling):
