@@ -450,6 +450,17 @@ def test_the_numbers_in_the_words_of_the_readme():
     assert max(lost) < 10
 
 
+def test_validation_shows_no_gain_on_tiny_imagenet_and_a_loss_of_top_5():
+    table = rows("tiny_imagenet_equal").set_index("seed")
+    of_loss = table[table.method == SPLITTER]
+    base = table[table.method == SOFTMAX]
+    top1 = interval(100 * (of_loss.valid_top1 - base.valid_top1))
+    top5 = interval(100 * (of_loss.valid_top5 - base.valid_top5))
+    assert top1.mean - top1.half < 0
+    assert top5.mean + top5.half < 0
+    assert "(T3), and validation shows a loss of top-5" in " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
 def test_the_first_code_of_the_readme_has_the_setting_of_its_row():
     text = (ROOT / "README.md").read_text("utf-8")
     (shown,) = re.findall(r"loss_fn = make_loss\((.*)\)\n", text)

@@ -81,14 +81,14 @@ class NeuralSort(TopKOperator):
         q = torch.arange(1, k, device=scores.device)  # (k - 1,), the gaps among the first k places
         steps = gaps[:, : k - 1].unsqueeze(1) * (2 * i - 1 - 2 * q).abs()  # (rows, k, k - 1)
         is_behind = q >= i  # (k, k - 1)
-        depth_behind = pad(steps.where(is_behind, 0).cumsum(2), (1, 0))
+        depth_behind = pad(steps.where(is_behind, 0).cumsum(2), (1, 0))  # (rows, k, k)
         depth_before = pad(steps.where(~is_behind, 0).flip(2).cumsum(2).flip(2), (0, 1))
         depth_of_top = depth_behind + depth_before  # (rows, k, k)
 
         gaps_of_rest = gaps[:, k - 1 :]  # (rows, n - k)
         places_behind_k = torch.arange(n - k, device=scores.device)
         D = gaps_of_rest.cumsum(1).unsqueeze(1)  # (rows, 1, n - k)
-        E = (gaps_of_rest * places_behind_k).cumsum(1).unsqueeze(1)
+        E = (gaps_of_rest * places_behind_k).cumsum(1).unsqueeze(1)  # (rows, 1, n - k)
         depth_of_rest = depth_of_top[:, :, -1:] + (2 * (k - i) + 1) * D + 2 * E  # (rows, k, n - k)
         depth = torch.cat([depth_of_top, depth_of_rest], dim=2) + nan_of_infinity.unsqueeze(2)  # (rows, k, n)
         return (-depth).log_softmax(2), order

@@ -35,7 +35,7 @@ class BoundOperator:
     ) -> Tensor:
         """Compute how many classes of sets (batch, n) are expected among the k highest: (batch,).
 
-        At most k, but where the indicators of the operator do not sum to k.
+        At most k where the indicators of the operator sum to k.
         """
         if inverse_temperature is None:
             inverse_temperature = self.inverse_temperature
