@@ -203,7 +203,10 @@ def noise_draws_answer(folder: Path) -> str:
 
 def few_labels_answer(folder: Path) -> str:
     """Markdown: the differences of losses with few labels a class over draws of the images."""
-    about = "As many images validate as train. Top-k losses are half top-1 and half top-5 of 16 scores."
+    about = (
+        "Images are drawn at random: labels a class are means. As many images validate as train. Top-k losses are half "
+        "top-1 and half top-5 of 16 scores."
+    )
     return answer(folder, about, comparisons(folder, PAIRS_OF_FEW_LABELS))
 
 

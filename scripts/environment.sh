@@ -11,10 +11,16 @@ python=${PYTHON:-python3}
 lowest=${lowest:-}
 venv=.venv${lowest:+-lowest}
 stamp=$venv/requirements.stamp
-wanted=$(pwd -P | cat - requirements.txt pyproject.toml | cksum)
+here=$(pwd -P)
+wanted="$(cat requirements.txt pyproject.toml | cksum) $here"
 if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "" 2>/dev/null; then
   echo "making $venv with $("$python" --version)" >&2
   "$python" -m venv --clear "$venv" || { echo "could not make $venv: install Python 3.10 or newer with its venv module, or set PYTHON" >&2; exit 1; }
+fi
+owner=$(cut -d" " -f3- "$stamp" 2>/dev/null || true)
+if [ -L "$venv" ] && [ "$owner" != "$here" ] && [ -d "$owner" ]; then
+  echo "$venv is a link to the environment of $owner, which an installation from here would take away: remove the link, and run this again" >&2
+  exit 1
 fi
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "installing requirements.txt into $venv (PyTorch is large: a few minutes the first time)" >&2

@@ -1,4 +1,4 @@
-"""Few labels: linear classifiers with 5, 20 or 100 labels a class, and ResNet-18 on 5,000 images.
+"""Few labels: linear classifiers with 5, 20 or 100 labels a class on average, and ResNet-18 on 5,000 images.
 
 `few_labels` draws the images ten times. Each draw has 30 trials of each loss, as many images to validate as to train,
 and a choice of its own.
@@ -28,10 +28,10 @@ DATA = Path("heads.pt")
 
 @dataclass(frozen=True)
 class FewLabels(Design):
-    """Linear classifiers on a few random images a class.
+    """Linear classifiers on a few images, drawn at random.
 
     Attributes:
-        sizes: labels a class and number of the draw of each kind.
+        sizes: labels a class, on average, and number of the draw of each kind.
     """
 
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -5,10 +5,11 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
-from typing import SupportsFloat, SupportsIndex, TypeVar
+from typing import Generic, SupportsFloat, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from topk_losses.compilers import has_known_values, refuse_forward_mode
 from topk_losses.conditions import is_checked_later, require
@@ -16,9 +17,42 @@ from topk_losses.conditions import is_checked_later, require
 AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 Made = TypeVar("Made")
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
 TOLERANCE_OF_P_K = 1e-4  # of the sum of a row: that of difftopk
 TOLERANCE_OF_LABELS = 2e-2  # half-precision labels sum to 1 within that
 SHOWN = 20  # numbers of a tensor that a message shows
+
+
+class Checked(Generic[Given, Kept]):
+    """An attribute that is checked whenever it is assigned, and keeps what the check returns.
+
+    Args:
+        check: check(name, value) returns the value to keep, or raises an error that has the name.
+    """
+
+    def __init__(self, check: Callable[[str, Given], Kept]) -> None:
+        self.check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Kept: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Kept:
+        if instance is None:
+            return self
+        if self.name not in vars(instance):
+            raise AttributeError(f"{self.name} is not set yet")
+        kept: Kept = vars(instance)[self.name]
+        return kept
+
+    def __set__(self, instance: object, value: Given) -> None:
+        vars(instance)[self.name] = self.check(self.name, value)
 
 
 def nearest_choice(name: str, choices: Sequence[str], cutoff: float, abbreviations: Mapping[str, str]) -> str:
@@ -144,6 +178,13 @@ def device_of(value: object) -> torch.device:
     return torch.device("cpu")
 
 
+def check_shape(owner: object, method: str, result: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless what a method of a loss or an operator returned has this shape."""
+    if tuple(result.shape) != tuple(shape):
+        name = f"{type(owner).__name__}.{method}"
+        raise ValueError(f"{name} must return the shape {tuple(shape)}, got {tuple(result.shape)}")
+
+
 def check_integer(name: str, value: SupportsIndex, least: int, n: int | None = None) -> int:
     """Return `value` as an int (NumPy's are taken); raise ValueError unless it lies in [least, n] (None: unknown)."""
     number = None
@@ -236,6 +277,8 @@ def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], needs_top1: bool) ->
         raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with torch.as_tensor")
     if p_k.shape[:-1] != torch.Size(shape):
         raise ValueError(f"p_k must have shape {(*shape, 'K')}, a row per sample, got {tuple(p_k.shape)}")
+    if p_k.shape[-1] == 0:
+        raise ValueError(f"p_k must have K >= 1 ranks, got shape {tuple(p_k.shape)}")
     rows = p_k.reshape(-1, p_k.shape[-1])
     if has_known_values(rows) and rows.numel():
         check_distributions_of_ranks(rows.detach())
@@ -259,6 +302,12 @@ def check_logits(logits: Tensor) -> None:
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
     refuse_forward_mode()
+
+
+def check_has_classes(logits: Tensor, n: int) -> None:
+    """Raise ValueError for logits of no class."""
+    if n == 0:
+        raise ValueError(f"logits must have one class at least, got shape {tuple(logits.shape)}")
 
 
 def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_index: int | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
 import torch
@@ -142,6 +143,11 @@ class ClassificationLoss(KeepsPrecision):
     draws_noise: ClassVar[bool] = False
     takes: ClassVar[str] = "top-1"  # what p_k make_loss passes on: "top-1": none; "one k": a single k
 
+    num_classes = checks.Checked(checks.check_several)
+    label_smoothing = checks.Checked(checks.check_fraction)
+    soft_labels = checks.Checked(partial(checks.check_choice, choices=MEANINGS))
+    ignore_index = checks.Checked(partial(checks.check_integer, least=-(2**63)))
+    reduction = checks.Checked(partial(checks.check_choice, choices=REDUCTIONS))
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
     weight: Tensor | None
 
@@ -161,17 +167,24 @@ class ClassificationLoss(KeepsPrecision):
                 f"{type(self).__name__} does not take {', '.join(unknown)}; its own settings: "
                 f"{', '.join(own_settings(type(self))) or 'none'}. make_loss(NAME, ...) builds each loss by its name"
             )
-        self.num_classes = checks.check_several("num_classes", num_classes)
-        self.label_smoothing = checks.check_fraction("label_smoothing", label_smoothing)
-        self.soft_labels = checks.check_choice("soft_labels", soft_labels, MEANINGS)
-        self.ignore_index = checks.check_integer("ignore_index", ignore_index, least=-(2**63))
-        self.reduction = checks.check_choice("reduction", reduction, REDUCTIONS)
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self.soft_labels = soft_labels
+        self.ignore_index = ignore_index
+        self.reduction = reduction
         if weight is not None:
             weight = checks.check_per_class("weight", weight, self.num_classes, or_zero=True)
         self.register_buffer("weight", weight, persistent=False)
         if soft_labels == "any":
             self._check_any()
         self.register_load_state_dict_pre_hook(rename_former_keys)  # type: ignore[no-untyped-call]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; where it is Checked, a parameter is checked like any other value, and not registered."""
+        if isinstance(getattr(type(self), name, None), checks.Checked):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show the settings: all attributes that are numbers, words or operators."""
@@ -255,10 +268,14 @@ class ClassificationLoss(KeepsPrecision):
             if self.weight is not None:
                 weights = weights * self.weight.to(logits)[targets]
             if not self.label_smoothing:
-                return self.loss_of_labels(logits, targets, call) * weights, weights
+                losses = self.loss_of_labels(logits, targets, call)
+                checks.check_shape(self, "loss_of_labels", losses, targets.shape)
+                return losses * weights, weights
             target_probabilities = one_hot(targets, logits)
         elif self.soft_labels == "any":
-            return self.loss_of_sets(logits, targets, call), weights
+            losses = self.loss_of_sets(logits, targets, call)
+            checks.check_shape(self, "loss_of_sets", losses, weights.shape)
+            return losses, weights
         else:
             target_probabilities = targets
 
@@ -283,6 +300,7 @@ class ClassificationLoss(KeepsPrecision):
             num_labels = most_labels_in_a_row(target_probabilities)
         if num_labels > FEW_LABELS:
             losses = self.loss_of_every_class(logits, call)  # (rows, n)
+            checks.check_shape(self, "loss_of_every_class", losses, logits.shape)
         else:
             target_probabilities, classes = target_probabilities.topk(num_labels, dim=1)  # (rows, num_labels)
             losses = self.loss_of_classes(logits, classes, call)
@@ -330,15 +348,22 @@ class ClassificationLoss(KeepsPrecision):
         """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""
         num_classes = classes.shape[1]
         copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
-        return self.loss_of_labels(copies, classes.reshape(-1), call.repeat(num_classes)).view(classes.shape)
+        labels = classes.reshape(-1)
+        losses = self.loss_of_labels(copies, labels, call.repeat(num_classes))
+        checks.check_shape(self, "loss_of_labels", losses, labels.shape)
+        return losses.view(classes.shape)
 
     def _check_settings(self) -> None:
-        """Raise ValueError for settings that do not fit, as those that were assigned after __init__ may."""
-        checks.check_fraction("label_smoothing", self.label_smoothing)
-        checks.check_choice("soft_labels", self.soft_labels, MEANINGS)
-        checks.check_choice("reduction", self.reduction, REDUCTIONS)
+        """Raise ValueError for settings that do not fit each other, and for tensors that were assigned later."""
+        self._check_tensor("weight", or_zero=True)
         if self.soft_labels == "any":
             self._check_any()
+
+    def _check_tensor(self, name: str, or_zero: bool = False) -> None:
+        """Raise ValueError for a buffer that does not hold a number for each class, where its values are known."""
+        numbers = getattr(self, name)
+        if numbers is not None and has_known_values(numbers):
+            checks.check_per_class(name, numbers, self.num_classes, or_zero)
 
     def _check_any(self) -> None:
         if type(self).loss_of_sets is ClassificationLoss.loss_of_sets:
@@ -351,6 +376,7 @@ class ClassificationLoss(KeepsPrecision):
         checks.check_logits(logits)
         class_dim = class_dimension(logits)
         n = logits.shape[class_dim]
+        checks.check_has_classes(logits, n)
         if self.num_classes is not None and n != self.num_classes:
             got = tuple(logits.shape)
             raise ValueError(f"logits must have num_classes={self.num_classes} columns, got shape {got}")

@@ -36,8 +36,8 @@ class LDRKLLoss(ClassificationLoss):
     divides softplus(logits) by their mean. n counts the classes that are not masked out.
 
     Args:
-        inverse_temperature: beta, 1 / lambda in the paper, above 0 (default: 1); a tensor () that requires a gradient
-            is learned.
+        inverse_temperature: beta, 1 / lambda in the paper, above 0 (default: 1); a torch.nn.Parameter of shape () is
+            learned.
         margin: margin of the true class over each other class, in units of the logits, at least 0 (default: 0).
         common: arguments of ClassificationLoss.
 
@@ -48,6 +48,7 @@ class LDRKLLoss(ClassificationLoss):
     """
 
     default_inverse_temperature: ClassVar[float | None] = 1.0
+    margin = checks.Checked(checks.check_not_negative)
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class LDRKLLoss(ClassificationLoss):
     ) -> None:
         super().__init__(**common)
         self.inverse_temperature: Temperature = make_temperature(inverse_temperature, default=1.0)
-        self.margin = checks.check_not_negative("margin", margin)
+        self.margin = margin
         if self.margin == 0 and isinstance(self.inverse_temperature, float) and self.inverse_temperature == 1:
             message = (
                 "LDR-KL with margin 0 and inverse temperature 1 has the gradients of cross-entropy: give a margin, as "

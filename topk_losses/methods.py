@@ -7,7 +7,8 @@ losses, and the targets of "auto", are from results/temperature.csv (docs/findin
 """
 
 import functools
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import TypedDict
 
@@ -29,6 +30,7 @@ from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
 TOP1_MODES = ("sm", "smce", "sort")
+TAKEN_BY_LOSSES = ("top-1", "one k")  # which P_K a loss without an operator takes
 ENTRY_POINTS = "topk_losses.methods"  # the group that a package names its own methods in
 
 
@@ -140,7 +142,7 @@ def register_operator(name: str, operator: TopKOperator, family: str = "own") ->
 
     Raises:
         TypeError: it is no TopKOperator.
-        ValueError: the name is taken.
+        ValueError: the name is taken, or is no name.
     """
     if not isinstance(operator, TopKOperator):
         raise TypeError(f"an operator is an object of a class derived from TopKOperator, got {operator!r}")
@@ -157,20 +159,32 @@ def register_loss(name: str, loss: type[ClassificationLoss], family: str = "own"
 
     Raises:
         TypeError: it is no class of losses.
-        ValueError: the name is taken.
+        ValueError: the name is taken or is no name, or what the class takes is not one of TAKEN_BY_LOSSES.
     """
     if not isinstance(loss, type) or not issubclass(loss, ClassificationLoss):
         raise TypeError(f"a loss is a class derived from ClassificationLoss, got {loss!r}")
+    check_choice("takes", loss.takes, TAKEN_BY_LOSSES)
     add_method(name, Method(family, loss=loss))
 
 
 def add_method(name: str, method: Method) -> None:
-    """Add a method under a new name; raise ValueError for a name that stands for another method."""
-    if METHODS.get(name) == method:
+    """Add a method under a new name; raise ValueError for one that stands for another method, or that is no name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"a name of a method has letters, digits, '_', '.' and '-', got {name!r}")
+    if name in METHODS and is_same(METHODS[name], method):
         return
     if name in METHODS or name in ALIASES:
         raise ValueError(f"there is a method {name!r} already; choose another name")
     METHODS[name] = method
+
+
+def is_same(one: Method, other: Method) -> bool:
+    """Tell whether two methods are equal: operators with attributes that are no fields are, if they are one object."""
+    if other.operator is not None:
+        names = {field.name for field in fields(other.operator)}
+        if vars(other.operator).keys() - names:
+            return one.operator is other.operator
+    return one == other
 
 
 @functools.cache

@@ -65,6 +65,7 @@ class TopKOperator:
     ) -> Tensor:
         """Compute P(rank <= k) of the labels (rows,): (rows, len(ks))."""
         of_every_class = self.topk_probabilities(scores, ks, inverse_temperature, generator)
+        check_probabilities(self, of_every_class, scores, ks)
         return select_labels(of_every_class, labels)
 
     def topk_probabilities_of_sets(
@@ -77,6 +78,7 @@ class TopKOperator:
     ) -> Tensor:
         """Compute the sum of P(rank <= k) over sets of classes (rows, n) in [0, 1]: (rows, len(ks))."""
         of_every_class = self.topk_probabilities(scores, ks, inverse_temperature, generator)
+        check_probabilities(self, of_every_class, scores, ks)
         if self.returns_logarithms:
             return log_mixture(of_every_class, sets.unsqueeze(1), dim=2)
         return (of_every_class * sets.unsqueeze(1)).sum(2)
@@ -89,7 +91,9 @@ class TopKOperator:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Compute P(rank = r) of every class for r = 1..k: (rows, k, n)."""
-        within = self.topk_probabilities(scores, range(1, k + 1), inverse_temperature, generator)
+        ks = range(1, k + 1)
+        within = self.topk_probabilities(scores, ks, inverse_temperature, generator)
+        check_probabilities(self, within, scores, ks)
         if self.returns_logarithms:
             within = within.exp()
         return rank_differences(within)
@@ -117,6 +121,7 @@ class TopKOperator:
         beta = self._checked_temperature(inverse_temperature)
         with full_precision(logits.device):
             P = self.rank_probabilities_of_classes(scores, k, beta, generator)
+        checks.check_shape(self, "rank_probabilities_of_classes", P, (scores.shape[0], k, scores.shape[1]))
         P = P.masked_fill((scores == -torch.inf).unsqueeze(1), 0)
         return P.reshape(*logits.shape[:-1], k, logits.shape[-1])
 
@@ -135,6 +140,7 @@ class TopKOperator:
         rows = checks.check_labels(labels, logits.shape[:-1], logits.shape[-1]).reshape(-1)
         with full_precision(logits.device):
             within = self.topk_probabilities_of_labels(scores, rows, range(1, k + 1), beta, generator)
+        checks.check_shape(self, "topk_probabilities_of_labels", within, (scores.shape[0], k))
         if self.returns_logarithms:
             within = within.exp()
         of_ranks = rank_differences(within)
@@ -154,6 +160,7 @@ class TopKOperator:
         beta = self._checked_temperature(inverse_temperature)
         with full_precision(logits.device):
             within = self.topk_probabilities(scores, [k], beta, generator)  # (rows, 1, n)
+        check_probabilities(self, within, scores, [k])
         if self.returns_logarithms:
             within = within.exp()
         return within.reshape(logits.shape).masked_fill(logits == -torch.inf, 0)
@@ -180,6 +187,7 @@ class TopKOperator:
         rows = sets.reshape(scores.shape).to(scores.dtype).masked_fill(scores == -torch.inf, 0)
         with full_precision(logits.device):
             within = self.topk_probabilities_of_sets(scores, rows, [k], beta, generator)  # (rows, 1)
+        checks.check_shape(self, "topk_probabilities_of_sets", within, (scores.shape[0], 1))
         if self.returns_logarithms:
             within = within.exp().masked_fill(~(rows > 0).any(1, keepdim=True), 0)
         return within.reshape(logits.shape[:-1])
@@ -195,7 +203,14 @@ class TopKOperator:
         return checks.current_inverse_temperature(inverse_temperature)
 
 
+def check_probabilities(operator: TopKOperator, of_every_class: Tensor, scores: Tensor, ks: Sequence[int]) -> None:
+    """Raise ValueError unless what topk_probabilities returned for scores (rows, n) is (rows, len(ks), n)."""
+    rows, n = scores.shape
+    checks.check_shape(operator, "topk_probabilities", of_every_class, (rows, len(ks), n))
+
+
 def checked_scores(logits: Tensor) -> Tensor:
     """Return the logits (..., n) of a call from outside as scores (rows, n), in float32 or float64."""
     checks.check_logits(logits)
+    checks.check_has_classes(logits, logits.shape[-1])
     return to_compute_dtype(logits.reshape(-1, logits.shape[-1]))

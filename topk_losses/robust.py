@@ -6,6 +6,7 @@ of the sources named in each class.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from typing_extensions import Unpack
 
 from topk_losses import checks
 from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
+from topk_losses.compilers import has_known_values
 from topk_losses.numerics import MASKED, finite, log_add_exp, wide_dtype
 
 
@@ -52,9 +54,13 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
         tensor(1.1397)
     """
 
+    q = checks.Checked(
+        partial(checks.check_number, rule="lie in (0, 1]", fits=lambda number: 0 < number <= 1),
+    )
+
     def __init__(self, q: float = 0.7, **common: Unpack[CommonSettings]) -> None:
         super().__init__(**common)
-        self.q = checks.check_number("q", q, rule="lie in (0, 1]", fits=lambda number: 0 < number <= 1)
+        self.q = q
 
     def loss_of_log_p(self, log_p: Tensor, log_p_of_all: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
@@ -75,6 +81,7 @@ class ForwardCorrectionLoss(RobustLoss):
         ValueError: T is no such matrix, or both are given.
     """
 
+    noise_rate = checks.Checked(checks.check_fraction)
     T: Tensor | None
 
     def __init__(
@@ -90,18 +97,27 @@ class ForwardCorrectionLoss(RobustLoss):
             noise_rate = 0.2
         if T is not None:
             T = check_transitions(T, self.num_classes)
-        self.noise_rate = checks.check_fraction("noise_rate", noise_rate)
+        self.noise_rate = noise_rate
         self.register_buffer("T", T, persistent=False)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        if self.T is not None and has_known_values(self.T):
+            check_transitions(self.T, self.num_classes)
 
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         if self.T is None:
             return super().loss_of_labels(logits, labels, call)
-        log_p_noisy = log_of_noisy_labels(logits, self.T)
-        return -log_p_noisy.gather(1, labels.unsqueeze(1)).squeeze(1)
+        check_size(self.T, logits)
+        wide = wide_dtype(logits)
+        log_T = finite(self.T.to(logits.device, wide).log())  # (n, n)
+        log_p = finite(logits.to(wide).log_softmax(1))  # (rows, n)
+        return -(log_T.T[labels] + log_p).logsumexp(1).to(logits.dtype)
 
     def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         if self.T is None:
             return super().loss_of_every_class(logits, call)
+        check_size(self.T, logits)
         return -log_of_noisy_labels(logits, self.T)
 
     def loss_of_log_p(self, log_p: Tensor, log_p_of_all: Tensor) -> Tensor:
@@ -131,10 +147,14 @@ def check_transitions(T: Tensor | Sequence[Sequence[float]], num_classes: int | 
     return matrix
 
 
-def log_of_noisy_labels(logits: Tensor, T: Tensor) -> Tensor:
-    """Compute log sum_j T[j, y] p_j for every class y: (rows, n)."""
+def check_size(T: Tensor, logits: Tensor) -> None:
+    """Raise ValueError unless T (n, n) has the classes of the logits (rows, n)."""
     if len(T) != logits.shape[1]:
         raise ValueError(f"T is for {len(T)} classes, but the logits have {logits.shape[1]}")
+
+
+def log_of_noisy_labels(logits: Tensor, T: Tensor) -> Tensor:
+    """Compute log sum_j T[j, y] p_j for every class y, at least the logarithm of the smallest number: (rows, n)."""
     # in float64, where the device has it, which autocast leaves alone in the backward pass too
     wide = wide_dtype(logits)
     p = logits.to(wide).softmax(1)
@@ -152,12 +172,21 @@ class ReverseCrossEntropyLoss(RobustLoss):
         common: arguments of ClassificationLoss.
     """
 
+    alpha = checks.Checked(checks.check_not_negative)
+    beta = checks.Checked(checks.check_not_negative)
+    A = checks.Checked(
+        partial(
+            checks.check_number,
+            rule="be a finite number below 0, as it stands for log 0",
+            fits=lambda number: -math.inf < number < 0,
+        )
+    )
+
     def __init__(self, alpha: float, beta: float, A: float = -4.0, **common: Unpack[CommonSettings]) -> None:
         super().__init__(**common)
-        self.alpha = checks.check_not_negative("alpha", alpha)
-        self.beta = checks.check_not_negative("beta", beta)
-        rule = "be a finite number below 0, as it stands for log 0"
-        self.A = checks.check_number("A", A, rule, fits=lambda number: -math.inf < number < 0)
+        self.alpha = alpha
+        self.beta = beta
+        self.A = A
 
     def reverse(self, log_p: Tensor) -> Tensor:
         """Compute the reverse cross-entropy, -A (1 - p), of log p."""
@@ -217,10 +246,13 @@ class PHuberCrossEntropyLoss(RobustLoss):
         common: arguments of ClassificationLoss.
     """
 
+    tau = checks.Checked(
+        partial(checks.check_number, rule="be a finite number above 1", fits=lambda number: 1 < number < math.inf),
+    )
+
     def __init__(self, tau: float = 10.0, **common: Unpack[CommonSettings]) -> None:
         super().__init__(**common)
-        rule = "be a finite number above 1"
-        self.tau = checks.check_number("tau", tau, rule, fits=lambda number: 1 < number < math.inf)
+        self.tau = tau
 
     def loss_of_log_p(self, log_p: Tensor, log_p_of_all: Tensor) -> Tensor:
         log_tau = math.log(self.tau)

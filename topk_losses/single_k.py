@@ -1,6 +1,7 @@
 """Losses of a single k that have no relaxed permutation matrix: truncated entropy and noised top-k."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, SupportsIndex
 
 import torch
@@ -23,6 +24,7 @@ class SingleKLoss(ClassificationLoss):
     """
 
     takes: ClassVar[str] = "one k"
+    k = checks.Checked(partial(checks.check_integer, least=1))
 
     def __init__(self, k: SupportsIndex, **common: Unpack[CommonSettings]) -> None:
         super().__init__(**common)
@@ -76,7 +78,7 @@ class NoisedTopKLoss(SingleKLoss):
 
     Args:
         k: number of guesses, 1 <= k < number of classes.
-        inverse_temperature: 1 / eps, above 0, larger = less noise (default: 0.1); a tensor () that requires a gradient
+        inverse_temperature: 1 / eps, above 0, larger = less noise (default: 0.1); a torch.nn.Parameter of shape ()
             is learned; "auto" follows the standard deviation of the logits (AutoTemperature).
         num_samples: number of draws, at least 1 (default: 5, as in the authors' package).
         class_counts: N (n,), above 0; None (default): all alike, the balanced loss.
@@ -88,6 +90,9 @@ class NoisedTopKLoss(SingleKLoss):
     default_inverse_temperature: ClassVar[float | None] = 0.1
     logit_std: ClassVar[float | None] = 1.5
     draws_noise: ClassVar[bool] = True
+    num_samples = checks.Checked(partial(checks.check_integer, least=1))
+    max_margin = checks.Checked(checks.check_positive)
+    scale = checks.Checked(checks.check_positive)
 
     class_counts: Tensor | None
 
@@ -103,12 +108,16 @@ class NoisedTopKLoss(SingleKLoss):
     ) -> None:
         super().__init__(k, **common)
         self.inverse_temperature: Temperature = make_temperature(inverse_temperature, 0.1, self.logit_std)
-        self.num_samples = checks.check_integer("num_samples", num_samples, 1)
-        self.max_margin = checks.check_positive("max_margin", max_margin)
-        self.scale = checks.check_positive("scale", scale)
+        self.num_samples = num_samples
+        self.max_margin = max_margin
+        self.scale = scale
         if class_counts is not None:
             class_counts = checks.check_per_class("class_counts", class_counts, self.num_classes)
         self.register_buffer("class_counts", class_counts, persistent=False)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        self._check_tensor("class_counts")
 
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         return current_value(self.inverse_temperature, logits, is_counted)

@@ -127,26 +127,28 @@ class SmoothTopKLoss(SingleKLoss):
     L = tau softplus((alpha + (kth - s_y) / k) / tau), kth = k tau (log e_k - log e_{k-1}), where e_j are the elementary
     symmetric polynomials of exp(o / (k tau)) and o the scores of the other classes. As tau -> 0 it tends to the hard
     hinge relu(alpha + (o_[k] - s_y) / k). A sample with a logit of NaN or +inf has loss NaN and leaves the others
-    alone. A class at -inf is masked out: loss 0 if fewer than k other classes remain, +inf if the true class is the
-    masked one.
+    alone. A class at -inf is masked out. The loss is 0 if fewer than k other classes remain; else it is +inf if
+    the true class is masked out.
 
     Args:
         k: number of guesses, 1 <= k < number of classes.
-        tau: temperature, above 0, a number or a tensor () that is learned (default: 1). The smaller, the closer to the
-            hard hinge: it is *not* an inverse temperature. The authors advise to cross-validate it over powers of ten.
+        tau: temperature, above 0, a number or a torch.nn.Parameter of shape (), which is learned (default: 1). The
+            smaller, the closer to the hard hinge: it is *not* an inverse temperature. The authors advise to
+            cross-validate it over powers of ten.
         alpha: margin in units of the logits, above 0 (default: 1).
         common: arguments of ClassificationLoss.
     """
 
     default_inverse_temperature: ClassVar[float | None] = 1.0
     temperature_name: ClassVar[str] = "tau"
+    alpha = checks.Checked(checks.check_positive)
 
     def __init__(
         self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, **common: Unpack[CommonSettings]
     ) -> None:
         super().__init__(k, **common)
         self.tau = checks.check_inverse_temperature(tau, "tau")
-        self.alpha = checks.check_positive("alpha", alpha)
+        self.alpha = alpha
 
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         return checks.current_inverse_temperature(self.tau, "tau")

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 from typing import SupportsIndex
 
 import torch
@@ -12,11 +13,17 @@ from typing_extensions import Unpack
 from topk_losses import checks
 from topk_losses.candidates import select_candidates, select_candidates_of_sets
 from topk_losses.checks import PK
-from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings, label_shape
+from topk_losses.classification import (
+    CallSettings,
+    ClassificationLoss,
+    CommonSettings,
+    class_dimension,
+    label_shape,
+)
 from topk_losses.compilers import has_known_values
 from topk_losses.methods import TOP1_MODES, find_operator
 from topk_losses.numerics import MASKED, guarded_log, largest, log_add_exp, log_mixture, ranks_like
-from topk_losses.operator import TopKOperator
+from topk_losses.operator import TopKOperator, check_probabilities
 from topk_losses.temperature import Temperature, current_value, make_temperature
 
 # P_K is kept in float64, for float64 logits; Apple's devices have none
@@ -35,9 +42,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             It can be set later; P_K of each sample is an argument of the call.
         m: number of scores that are sorted, at least 2: the true class's and the m - 1 largest others. None (default),
             or m >= n: all.
-        inverse_temperature: above 0, larger = closer to the hard sort; a tensor () that requires a gradient is learned;
-            "auto" follows the standard deviation of the logits (AutoTemperature). It can be set later. None: the
-            operator's default.
+        inverse_temperature: above 0, larger = closer to the hard sort; a torch.nn.Parameter of shape () is learned;
+            "auto" follows the standard deviation of the logits (AutoTemperature). None: the operator's default. A
+            number can be set later.
         top1_mode: how the k = 1 term is computed: "sort", by the operator; "sm" (default), by softmax, inside the same
             logarithm; "smce", by a cross-entropy of its own. sparse_topk and perturbed_topk need "sm" or "smce", with
             P_K(1) > 0.
@@ -55,6 +62,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         tensor(1.1569)
     """
 
+    m = checks.Checked(checks.check_several)
+    top1_mode = checks.Checked(partial(checks.check_choice, choices=TOP1_MODES))
+    noise_rate = checks.Checked(checks.check_fraction)
     rank_weights: Tensor  # P_K of the ranks that have a weight, (1, J, 1), or (1, J, num_classes)
 
     def __init__(
@@ -71,13 +81,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         relaxation = find_operator(method)  # first: the settings of another loss are refused with its name
         super().__init__(**common)
         self.operator = relaxation
-        self.m = checks.check_several("m", m)
+        self.m = m
         self.inverse_temperature: Temperature = make_temperature(
             inverse_temperature, self.operator.default_inverse_temperature, self.operator.logit_std
         )
-        self.top1_mode = checks.check_choice("top1_mode", top1_mode, TOP1_MODES)
-        self.noise_rate = checks.check_fraction("noise_rate", noise_rate)
-        self._check_settings()
+        self.top1_mode = top1_mode
+        self.noise_rate = noise_rate
         if self.operator.whitens and self._num_sorted(self.num_classes) == 2:
             message = (
                 f"{self.operator} whitens the scores, and two scores are the same two numbers then: "
@@ -87,6 +96,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         self.ranks: list[int] = []
         self.register_buffer("rank_weights", torch.empty(0, device="cpu"), persistent=False)
         self._set_p_k(p_k)
+        self._check_settings()
 
     @property
     def p_k(self) -> Tensor:
@@ -103,7 +113,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _set_p_k(self, p_k: PK) -> None:
         """Check P_K, and keep the ranks that have a weight."""
         rows = checks.check_p_k(p_k, self.num_classes, self._num_sorted(self.num_classes))
-        self._check_p_k(rows)
+        if rows.dim() == 2 and self.num_classes is None:
+            raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
+        self._check_top1(rows)
         rows = rows.reshape(-1, rows.shape[-1])  # (1 or num_classes, K)
         has_weight = (rows > 0).any(0)  # (K,)
         rank_weights = rows[:, has_weight].T.unsqueeze(0)  # (1, J, 1 or num_classes)
@@ -183,6 +195,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             log_top1 = logits.log_softmax(1)  # (rows, n)
         ranks = self._sorted_ranks(logits, call)
         within = self.operator.topk_probabilities(logits, ranks, call.inverse_temperature, self.generator)
+        check_probabilities(self.operator, within, logits, ranks)
         rank_weights = self._rank_weights(logits, call)
         losses = self._mix_ranks(log_top1, within, rank_weights, call)
         if self.noise_rate:
@@ -213,9 +226,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         operator = self.operator
         if operator.exceeds_1:
             of_every_class = operator.topk_probabilities(scores, ranks, call.inverse_temperature, self.generator)
+            check_probabilities(operator, of_every_class, scores, ranks)
             of_answers = of_every_class * answers.unsqueeze(1)  # (rows, J, n)
             return of_answers.sum(2).minimum(of_answers.amax(2).clamp(min=1))
         within = operator.topk_probabilities_of_sets(scores, answers, ranks, call.inverse_temperature, self.generator)
+        checks.check_shape(operator, "topk_probabilities_of_sets", within, (scores.shape[0], len(ranks)))
         certainty = 0.0 if operator.returns_logarithms else 1.0
         return within.clamp(max=certainty)
 
@@ -231,6 +246,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         within = self.operator.topk_probabilities_of_labels(
             scores, places, ranks, call.inverse_temperature, self.generator
         )  # (rows, J)
+        checks.check_shape(self.operator, "topk_probabilities_of_labels", within, (scores.shape[0], len(ranks)))
         return self._mix_ranks(log_top1, within, rank_weights, call)
 
     def _mix_ranks(self, log_top1: Tensor | None, within: Tensor, rank_weights: Tensor, call: CallSettings) -> Tensor:
@@ -312,26 +328,26 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        checks.check_choice("top1_mode", self.top1_mode, TOP1_MODES)
-        checks.check_fraction("noise_rate", self.noise_rate)
+        sorts_nothing = self.top1_mode != "sort" and self.ranks == [1]
+        lacks_softmax = self.top1_mode == "sort" and self.operator.has_zeros
+        if sorts_nothing or lacks_softmax:
+            self._check_top1(self.p_k)
         if self.noise_rate and (self.top1_mode == "smce" or self.soft_labels == "any"):
             raise ValueError(
                 "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and soft_labels "
                 f"'expected'; got top1_mode={self.top1_mode!r} and soft_labels={self.soft_labels!r}"
             )
 
-    def _check_p_k(self, rows: Tensor) -> None:
-        """Raise ValueError for a P_K, (K,) or (num_classes, K), that does not fit the other settings."""
-        if rows.dim() == 2 and self.num_classes is None:
-            raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
+    def _check_top1(self, rows: Tensor) -> None:
+        """Raise ValueError for a P_K (..., K) that does not fit the way in which its first rank is computed."""
         if self.top1_mode != "sort" and bool((rows[..., 0] == 1).all()):
             raise ValueError(
                 f"top1_mode={self.top1_mode!r} leaves nothing to sort when P_K(1) = 1: the loss would be softmax "
                 f"cross-entropy. Use method='softmax_cross_entropy', or top1_mode='sort'; got p_k={rows.tolist()}"
             )
-        self._check_top1(rows)
+        self._check_zeros(rows)
 
-    def _check_top1(self, rows: Tensor) -> None:
+    def _check_zeros(self, rows: Tensor) -> None:
         """Raise ValueError for a P_K (..., K) that leaves classes without a gradient where the operator has zeros."""
         if not self.operator.has_zeros:
             return
@@ -347,7 +363,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         checks.check_logits(logits)
         rows = checks.check_p_k_of_samples(p_k, label_shape(logits), needs_top1=self.operator.has_zeros)
         if has_known_values(rows) and rows.numel():
-            self._check_top1(rows)
+            self._check_zeros(rows)
+            num_sorted = self._num_sorted(logits.shape[class_dimension(logits)])
+            if not bool(rows[:, num_sorted:].any()):  # ranks without mass
+                rows = rows[:, :num_sorted]
         return rows
 
 

@@ -23,7 +23,7 @@ from topk_losses.checks import check_integer, check_positive
 from topk_losses.compilers import full_precision, has_known_values
 from topk_losses.kernels import find_kernel
 from topk_losses.kernels.registrar import register_loop
-from topk_losses.numerics import centered, number_like, select_labels, select_ranks, wide_dtype
+from topk_losses.numerics import centered, has_masked, number_like, select_labels, select_ranks, wide_dtype
 from topk_losses.operator import TopKOperator, checked_scores
 from topk_losses.threshold import ThresholdOperator
 from topk_losses.whitening import whiten_and_squash, whitened
@@ -288,8 +288,14 @@ class TransportOperator(TopKOperator):
 
 
 def precise(scores: Tensor) -> Tensor:
-    """Return few scores (rows, n) in float64, where the device has it."""
-    if scores.shape[1] <= FEW_SCORES:
+    """Return scores (rows, n) in float64, where the device has it, if a row has few of them.
+
+    Classes that are masked out do not count, where that is known: not in compiled code, nor on a GPU.
+    """
+    fewest = scores.shape[1]
+    if has_masked(scores) and scores.numel():
+        fewest = int((scores.detach() > -torch.inf).sum(1).min())
+    if fewest <= FEW_SCORES:
         return scores.to(wide_dtype(scores))
     return scores
 

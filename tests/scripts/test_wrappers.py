@@ -113,6 +113,20 @@ def test_the_environment_is_made_once(tree):
     assert first.calls == [*made, *second.calls]
 
 
+def test_the_environment_of_another_checkout_is_not_taken_away(tree, tmp_path):
+    other = Tree(tmp_path / "other folder")
+    other.call("scripts/quickstart.sh")
+    (tree.folder / ".venv").symlink_to(other.folder / ".venv")
+    done = tree.call("scripts/environment.sh")
+    assert (done.status, done.calls) == (1, [])
+    assert f".venv is a link to the environment of {other.folder}, which" in done.errors
+    assert other.call("scripts/environment.sh").calls == []  # its own, through no link
+    (tree.folder / ".venv").unlink()
+    (tree.folder / ".venv").symlink_to((other.folder / ".venv").rename(tmp_path / "disk"))
+    shutil.rmtree(other.folder)
+    assert tree.call("scripts/environment.sh").status == 0  # of a checkout that is gone
+
+
 def test_the_lowest_versions_have_an_environment_of_their_own(tree):
     done = tree.call("scripts/test.sh", "--lowest", "-x")
     assert done.status == 0, done.errors

@@ -1,24 +1,28 @@
 """Each misuse gets a message: what was wrong, what was received, how to put it right."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from tests.methods import RELAXED
 from tests.reference import NETWORKS
 from topk_losses import (
     METHODS,
+    ClassificationLoss,
     RelaxedNetwork,
     SinkhornSort,
+    SoftmaxCrossEntropyLoss,
     SparseTopK,
     TopKCrossEntropyLoss,
+    TopKOperator,
     make_loss,
     make_operator,
     topk_mask,
 )
-from topk_losses.classification import own_settings
+from topk_losses.classification import CommonSettings, own_settings
 from topk_losses.kernels import VARIABLE
 from topk_losses.methods import ABBREVIATIONS
 
@@ -146,24 +150,58 @@ def test_a_temperature_by_two_names_is_refused(method):
         make_loss(method, inverse_temperature=2.0, tau=3.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("reduction", "max"), ("soft_labels", "some"), ("label_smoothing", 1.5), ("soft_labels", "any")]
-)
-def test_a_setting_that_is_assigned_later_is_checked_by_the_call(name, value):
-    loss = make_loss("softmax_cross_entropy", label_smoothing=0.1)
-    setattr(loss, name, value)
-    with pytest.raises(ValueError, match=name):
-        loss(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
+def built_by_its_class(loss):
+    """Build a loss of its defaults."""
+    return loss(**dict.fromkeys({"k"} & {*own_settings(loss)}, 2))
+
+
+# what no loss takes, of a setting that is not among a few words or that is a tensor
+OUT_OF_RANGE = {
+    "tau": -1.0,
+    "inverse_temperature": -1.0,
+    "weight": -torch.ones(10),
+    "class_counts": -torch.ones(10),
+    "T": -torch.eye(10),
+    "k": 0,
+    "m": 1,
+    "A": 1.0,
+    "ignore_index": 0.5,
+    "reduction": "max",
+    "p_k": [2.0],
+}
+# settings that take any object of a class
+ANY_OBJECT = {"method"}
+
+
+def assign_and_call(loss_fn, name, value):
+    """Assign a setting, and call the loss with it."""
+    setattr(loss_fn, name, value)
+    loss_fn(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.filterwarnings("ignore:LDR-KL with margin 0")
+@pytest.mark.parametrize("loss", CLASSES, ids=lambda loss: loss.__name__)
+def test_no_setting_that_is_assigned_later_goes_unchecked(loss):
+    """It is refused where it is assigned, or by the next call."""
+    for name in {*own_settings(loss), *CommonSettings.__annotations__} - ANY_OBJECT:
+        loss_fn = built_by_its_class(loss)
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            assign_and_call(loss_fn, name, OUT_OF_RANGE.get(name, -1))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("top1_mode", "smec"), ("top1_mode", "smce"), ("noise_rate", -0.3), ("soft_labels", "any")]
+    ("build_loss", "name", "value"),
+    [
+        (partial(make_loss, "softmax_cross_entropy", label_smoothing=0.1), "soft_labels", "any"),
+        (partial(build, "softsort", noise_rate=0.3), "soft_labels", "any"),
+        (partial(build, "softsort", noise_rate=0.3), "top1_mode", "smce"),
+        (partial(build, "softsort", p_k=1, top1_mode="sort"), "top1_mode", "sm"),
+        (partial(build, "sparse_topk"), "top1_mode", "sort"),
+    ],
 )
-def test_a_setting_of_the_top_k_loss_that_is_assigned_later_is_checked_by_the_call(name, value):
-    loss = build("softsort", noise_rate=0.3)
-    setattr(loss, name, value)
+def test_settings_that_do_not_fit_each_other_are_refused_by_the_call(build_loss, name, value):
     with pytest.raises(ValueError, match=name):
-        loss(torch.randn(4, 10), torch.zeros(4, dtype=torch.long))
+        assign_and_call(build_loss(), name, value)
 
 
 @pytest.mark.parametrize("short", ABBREVIATIONS)
@@ -185,6 +223,7 @@ CALLS = [
     (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
     (build, torch.randn(4, 11), LABELS, ValueError, "num_classes=10 columns"),
     (build, torch.tensor(0.0), LABELS, ValueError, "a dimension for the classes"),
+    (plain, torch.empty(4, 0), LABELS, ValueError, r"one class at least, got shape \(4, 0\)"),
     (build, LOGITS, LABELS[:3], ValueError, r"shape \(4,\)"),
     (build, LOGITS, [0, 0, 0, 0], TypeError, "labels must be a tensor, got list; .*torch.as_tensor"),
     (build, LOGITS, LABELS.int(), TypeError, r"int64 .* convert with labels.long\(\)"),
@@ -220,12 +259,95 @@ def test_a_p_k_per_sample_is_refused_with_a_sentence():
     for p_k, error, message in (
         ([[0.5, 0.5]] * 4, TypeError, "must be a tensor, got list; convert with torch.as_tensor"),
         (torch.full((3, 3), 1 / 3), ValueError, r"shape \(4, 'K'\)"),
+        (torch.empty(4, 0), ValueError, r"K >= 1 ranks, got shape \(4, 0\)"),
         (torch.full((4, 11), 1 / 11), ValueError, "p_k reaches rank 11, but only 10 scores are sorted"),
         (torch.tensor([[0.5, 0.5], [1, 0], [1, 1], [0, 1]]), ValueError, r"sum to 1.*in row 2"),
         (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), ValueError, "SparseTopK.* gives exactly 0"),
     ):
         with pytest.raises(error, match=message):
             sparse()(LOGITS, LABELS, p_k=p_k)
+
+
+def test_ranks_without_mass_that_no_score_can_have_count_for_nothing():
+    p_k = torch.tensor([[0.5, 0.2, 0.3]] * 4)
+    longer = pad(p_k, (0, 10))  # 13 ranks of 10 scores
+    loss_fn = build("softsort")
+    torch.testing.assert_close(loss_fn(LOGITS, LABELS, p_k=longer), loss_fn(LOGITS, LABELS, p_k=p_k))
+
+
+class Flat(TopKOperator):
+    """An operator whose methods forget a dimension."""
+
+    def topk_probabilities(self, scores, ks, inverse_temperature, generator=None):
+        return scores.softmax(1)
+
+
+class FlatOfLabels(make_operator("softsort").__class__):
+    """An operator whose optional methods forget the ranks."""
+
+    def topk_probabilities_of_labels(self, scores, labels, ks, inverse_temperature, generator=None):
+        return scores.softmax(1).gather(1, labels.unsqueeze(1))
+
+    def topk_probabilities_of_sets(self, scores, sets, ks, inverse_temperature, generator=None):
+        return (scores.softmax(1) * sets).sum(1, keepdim=True)
+
+    def rank_probabilities_of_classes(self, scores, k, inverse_temperature, generator=None):
+        return scores.softmax(1)
+
+
+class Tall(ClassificationLoss):
+    """A loss whose methods keep a dimension, by which weights would make a matrix of it."""
+
+    def loss_of_labels(self, logits, labels, call):
+        return -logits.log_softmax(1).gather(1, labels.unsqueeze(1))
+
+    def loss_of_sets(self, logits, sets, call):
+        return -(logits.log_softmax(1) * sets).sum(1, keepdim=True)
+
+
+class OneForAll(SoftmaxCrossEntropyLoss):
+    """A loss that computes a number per row for every class."""
+
+    def loss_of_every_class(self, logits, call):
+        return -logits.log_softmax(1).sum(1, keepdim=True)
+
+
+SETS = torch.eye(10)[:4]
+SORTED = partial(TopKCrossEntropyLoss, p_k=3, top1_mode="sort")
+SORTED_3 = partial(TopKCrossEntropyLoss, p_k={1: 0.3, 2: 0.3, 3: 0.4}, top1_mode="sort")
+WRONG_SHAPES = [
+    (Tall(), LABELS, "Tall.loss_of_labels", "(4,)", "(4, 1)"),
+    (Tall(), SETS, "Tall.loss_of_labels", "(4,)", "(4, 1)"),
+    (Tall(soft_labels="any"), SETS, "Tall.loss_of_sets", "(4,)", "(4, 1)"),
+    (OneForAll(label_smoothing=0.1), LABELS, "OneForAll.loss_of_every_class", "(4, 10)", "(4, 1)"),
+    (SORTED(Flat()), LABELS, "Flat.topk_probabilities", "(4, 1, 10)", "(4, 10)"),
+    (SORTED(Flat(), label_smoothing=0.1), LABELS, "Flat.topk_probabilities", "(4, 1, 10)", "(4, 10)"),
+    (SORTED(Flat(), soft_labels="any"), SETS, "Flat.topk_probabilities", "(4, 1, 10)", "(4, 10)"),
+    (SORTED_3(FlatOfLabels()), LABELS, "FlatOfLabels.topk_probabilities_of_labels", "(4, 3)", "(4, 1)"),
+    (partial(Flat().mask, k=3), None, "Flat.topk_probabilities", "(4, 1, 10)", "(4, 10)"),
+    (partial(Flat().permutation_matrix, k=3), None, "Flat.topk_probabilities", "(4, 3, 10)", "(4, 10)"),
+    (
+        partial(FlatOfLabels().permutation_matrix, k=3),
+        None,
+        "FlatOfLabels.rank_probabilities_of_classes",
+        "(4, 3, 10)",
+        "(4, 10)",
+    ),
+    (
+        partial(FlatOfLabels().rank_probabilities, k=3),
+        LABELS,
+        "FlatOfLabels.topk_probabilities_of_labels",
+        "(4, 3)",
+        "(4, 1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("compute", "labels", "method", "wanted", "got"), WRONG_SHAPES)
+def test_what_an_own_loss_or_operator_returns_must_have_its_shape(compute, labels, method, wanted, got):
+    arguments = [LOGITS] if labels is None else [LOGITS, labels]
+    with pytest.raises(ValueError, match=re.escape(f"{method} must return the shape {wanted}, got {got}")):
+        compute(*arguments)
 
 
 @pytest.mark.parametrize("backend", ["torch", ""])
@@ -246,5 +368,7 @@ def test_inputs_of_an_operator_are_refused_with_a_sentence(method, backend, monk
             operator.rank_probabilities(bad_logits, bad_labels, 3)
     with pytest.raises(ValueError, match="shape"):
         operator.permutation_matrix(torch.tensor(0.0), 1)
+    with pytest.raises(ValueError, match="one class at least"):
+        operator.mask(torch.empty(2, 0), 1)
     with pytest.raises(ValueError, match="entries in"):
         operator.topk_mass(logits, -torch.ones(4, 9), 3)

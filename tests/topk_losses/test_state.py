@@ -19,6 +19,7 @@ import topk_losses
 from tests.methods import FOLLOW, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
 from topk_losses import (
     METHODS,
+    ClassificationLoss,
     RelaxedNetwork,
     TopKCrossEntropyLoss,
     TopKOperator,
@@ -211,6 +212,20 @@ class Distances(TopKOperator):
         return logsigmoid(inverse_temperature * (x.unsqueeze(1) - kth.unsqueeze(2)))
 
 
+class WithAttribute(TopKOperator):
+    """An operator whose setting is no field of a dataclass."""
+
+    def __init__(self, sign):
+        super().__init__()
+        self.sign = sign
+
+
+class TakesSeveral(ClassificationLoss):
+    """A loss that says it takes what no loss without an operator does."""
+
+    takes = "several"
+
+
 def test_an_own_operator_stays_with_its_settings():
     logits, labels = random_batch()
     loss = TopKCrossEntropyLoss(Distances(-1.0), [0.5, 0.5], top1_mode="sort", inverse_temperature=0.5)
@@ -248,6 +263,23 @@ def test_a_registered_operator_is_a_method_like_all_others():
             register_operator("another", Distances)
         with pytest.raises(TypeError, match="a class derived from ClassificationLoss"):
             topk_losses.register_loss("another", Distances())
+        for name in ("", "two words", "a/b", 3):
+            with pytest.raises(ValueError, match="a name of a method has letters"):
+                register_operator(name, Distances())
+        with pytest.raises(ValueError, match="unknown takes 'several'"):
+            topk_losses.register_loss("another", TakesSeveral)
+    finally:
+        METHODS.pop("mine", None)
+    assert "another" not in METHODS
+
+
+def test_another_operator_whose_attributes_are_no_fields_is_not_taken_for_the_first():
+    first = WithAttribute(1.0)
+    try:
+        register_operator("mine", first)
+        register_operator("mine", first)  # the same
+        with pytest.raises(ValueError, match="there is a method 'mine' already"):
+            register_operator("mine", WithAttribute(2.0))
     finally:
         METHODS.pop("mine", None)
 
