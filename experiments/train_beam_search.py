@@ -190,7 +190,7 @@ def soft_beam_loss(
 ) -> Tensor:
     """Mean of -log q of each phoneme; q: the distribution of the soft beam's best hypothesis when the reading ends."""
     counted = labels != IGNORED  # (batch, T)
-    choices, _ = soft_beam(model, encoded, K, phonemes.shape[1], operators)
+    choices, _ = soft_beam(model, encoded, phonemes.shape[1], operators)
     q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
     return -guarded_log(q[counted].clamp(0, 1)).mean()
 

@@ -231,15 +231,15 @@ class NeighbourLoss(nn.Module):
         if isinstance(beta, AutoTemperature):
             beta.observe(scores)
             beta = beta.value()
-        counts = right.any(1)  # (Q,)
+        has_right = right.any(1)  # (Q,)
         # A query without a right candidate gets all of them: it has a logarithm, and torch.where below leaves it out.
-        mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
-        share = self.operator.mass(scores, mass, beta, self.generator)  # (Q,)
+        targets = (right | ~has_right.unsqueeze(1)).to(scores.dtype)  # (Q, C)
+        mass = self.operator.mass(scores, targets, beta, self.generator)  # (Q,), of the targets among the k nearest
         if self.loss == "mass":
-            losses = -share
+            losses = -mass
         else:
-            losses = -guarded_log((share / self.operator.k).clamp(max=1))
-        return torch.where(counts, losses, 0).mean()
+            losses = -guarded_log((mass / self.operator.k).clamp(max=1))
+        return torch.where(has_right, losses, 0).mean()
 
 
 def build_objective(config: dict[str, Any], device: torch.device) -> Objective | None:

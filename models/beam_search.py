@@ -94,7 +94,7 @@ def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int)
 
 
 def soft_beam(
-    model: EncoderDecoder, encoded: Encoded, K: int, num_steps: int, operator: Callable[[int], Relaxed]
+    model: EncoderDecoder, encoded: Encoded, num_steps: int, operator: Callable[[int], Relaxed]
 ) -> tuple[list[Tensor], Tensor]:
     """The relaxed choices A of each step, (batch, K, Q, V), and the last scores (batch, K).
 

@@ -393,9 +393,15 @@ def pool_for(repository: pd.Series, pool: Pool) -> Pool | None:
     return pool
 
 
+def percent_digits(fraction: str) -> int:
+    """The decimals that a fraction such as 0.613 has as a percentage: 61.3 has one."""
+    _, _, decimals = fraction.partition(".")
+    return max(len(decimals) - 2, 0)
+
+
 def digits_of(metric: str, rows: Sequence[Mapping[str, str]]) -> int:
     """The decimals of a percentage: those of the published ones, or two."""
-    published = [len(row[metric]) - 4 for row in rows if row.get(metric)]
+    published = [percent_digits(row[metric]) for row in rows if row.get(metric)]
     return max(published, default=2)
 
 

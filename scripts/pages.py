@@ -40,6 +40,7 @@ from reporting import (
     temperatures,
 )
 from reporting.frames import METRICS, read_protocol, read_published, read_runs
+from reporting.tables import percent_digits
 from scripts import report
 from studies.catalog import study_of
 from topk_losses import METHODS
@@ -86,7 +87,7 @@ def beside(file: Path, yours: Path) -> str:
 
 def published_value(row: dict[str, str], metric: str) -> str:
     """A published percentage with the digits of its source."""
-    text = f"{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
+    text = f"{100 * float(row[metric]):.{percent_digits(row[metric])}f}"
     if row["approximate"] == metric:
         return f"≈{text}"
     return text
@@ -163,7 +164,9 @@ def rewritten(text: str, folder: Path = ROOT) -> str:
         return f"{begin}\n{RUNS.sub(linked, content.strip())}\n\n{end}"
 
     text, number = PART.subn(made, text)
-    if {number} != {len(re.findall(f"^<!-- {word}\\b", text, re.MULTILINE)) for word in ("begin", "end")}:
+    num_begins = len(re.findall(r"^<!-- begin\b", text, re.MULTILINE))
+    num_ends = len(re.findall(r"^<!-- end\b", text, re.MULTILINE))
+    if num_begins != number or num_ends != number:
         raise ValueError("each <!-- begin KIND --> needs an <!-- end --> on a line of its own")
     return text
 

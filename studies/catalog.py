@@ -1,9 +1,9 @@
 """All studies by name, and the study to which a results file belongs."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.common import settings
 from experiments.common.rows import read_rows
@@ -13,40 +13,14 @@ from studies.runs import Study
 from studies.tuning import Tuned
 
 
-def heads(*args: Any, **options: Any) -> Tuned:
-    from studies import heads as module  # loads PyTorch, which other studies need not
+def lazy(module: str, name: str) -> Callable[..., Study | Tuned]:
+    """What makes a study, in a module that loads PyTorch, which other studies need not."""
 
-    return module.heads(*args, **options)
+    def make(*words: object, **options: object) -> Study | Tuned:
+        made: Study | Tuned = getattr(importlib.import_module(f"studies.{module}"), name)(*words, **options)
+        return made
 
-
-def heads_more(*args: Any, **options: Any) -> Tuned:
-    from studies import heads as module
-
-    return module.heads_more(*args, **options)
-
-
-def temperature(data: str) -> Study:
-    from studies import temperature as module
-
-    return module.temperature(data)
-
-
-def temperature_classes(data10: str, data100: str, data1000: str) -> Study:
-    from studies import temperature as module
-
-    return module.temperature_classes(data10, data100, data1000)
-
-
-def temperature_training() -> Study:
-    from studies import temperature as module
-
-    return module.temperature_training()
-
-
-def knn(*sources: str, short: bool = False) -> Study:
-    from studies import knn as module
-
-    return module.knn(*sources, short=short)
+    return make
 
 
 DESIGNS = noise.DESIGNS | {few_labels.FEW_LABELS.name: few_labels.FEW_LABELS}  # studies of kinds of labels, or draws
@@ -82,13 +56,17 @@ STUDIES = {
     "scratch": Entry(from_scratch.scratch),
     "noise_scratch": Entry(from_scratch.noise_scratch, data=("HUMAN",), has_trials=True),
     "implementation": Entry(from_scratch.implementation),
-    "temperature": Entry(temperature, data=("FILE",), trains_together=True),
-    "temperature_classes": Entry(temperature_classes, data=("OF_10", "OF_100", "OF_1000"), trains_together=True),
-    "temperature_training": Entry(temperature_training),
+    "temperature": Entry(lazy("temperature", "temperature"), data=("FILE",), trains_together=True),
+    "temperature_classes": Entry(
+        lazy("temperature", "temperature_classes"), data=("OF_10", "OF_100", "OF_1000"), trains_together=True
+    ),
+    "temperature_training": Entry(lazy("temperature", "temperature_training")),
     "beam_search": Entry(beam_search.beam_search, options=("short",)),
-    "knn": Entry(knn, data=("DATA...",), options=("short",)),
-    "heads": Entry(heads, data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True),
-    "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True),
+    "knn": Entry(lazy("knn", "knn"), data=("DATA...",), options=("short",)),
+    "heads": Entry(lazy("heads", "heads"), data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True),
+    "heads_more": Entry(
+        lazy("heads", "heads_more"), data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True
+    ),
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet, has_trials=True),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more, has_trials=True),
     "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal, has_trials=True),
@@ -154,7 +132,8 @@ def heads_of(stem: str, folder: Path) -> Tuned | None:
     rows = read_rows(path)
     if not rows or settings.script_of(rows[0]) != settings.HEADS:
         return None
-    from topk_losses import METHODS  # loads PyTorch, which other studies need not
+    from studies.heads import heads, heads_more  # loads PyTorch, which other studies need not
+    from topk_losses import METHODS
 
     methods = list(dict.fromkeys(row["method"] for row in rows))
     if not set(methods) <= METHODS.keys():

@@ -124,7 +124,7 @@ def test_at_a_large_inverse_temperature_it_is_the_hard_beam(model, method, K):
     encoded = model.encode(WORDS)
     hard = beam_search(model, encoded, K, max_steps=STEPS)
     steps = hard.phonemes.shape[2]
-    choices, scores = soft_beam(model, encoded, K, steps, operator(method, K, HARD[method]))
+    choices, scores = soft_beam(model, encoded, steps, operator(method, K, HARD[method]))
     torch.testing.assert_close(scores, hard.scores, rtol=1e-4, atol=1e-4)
     best = marginals(choices, torch.full((3,), steps))
     torch.testing.assert_close(best, nn.functional.one_hot(hard.phonemes[:, 0], V).double(), rtol=0, atol=1e-3)
@@ -132,13 +132,13 @@ def test_at_a_large_inverse_temperature_it_is_the_hard_beam(model, method, K):
 
 @pytest.mark.parametrize("method", ["softsort", "neuralsort", "soft_topk", "splitter_selection"])
 def test_marginals_are_distributions_up_to_the_length(model, method):
-    choices, _ = soft_beam(model, model.encode(WORDS), 3, 4, operator(method, 3, 2.0))
+    choices, _ = soft_beam(model, model.encode(WORDS), 4, operator(method, 3, 2.0))
     found = marginals(choices, torch.tensor([4, 1, 2]))
     expected = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]).double()
     torch.testing.assert_close(found.sum(2), expected)
     assert found.min() > -1e-9
     # What lies behind a word's length is of no account.
-    shorter, _ = soft_beam(model, model.encode(WORDS), 3, 1, operator(method, 3, 2.0))
+    shorter, _ = soft_beam(model, model.encode(WORDS), 1, operator(method, 3, 2.0))
     torch.testing.assert_close(found[1, :1], marginals(shorter, torch.tensor([1, 1, 1]))[1])
 
 
@@ -161,7 +161,7 @@ def test_gradients_reach_all_steps(differentiated, method):
 
     def of_right_phonemes(start: torch.Tensor) -> torch.Tensor:
         """-log of their marginals: the last step's depends on every step before, the first's on all after."""
-        choices, _ = soft_beam(model, encoded._replace(state=start), 2, 3, operator(method, 2, 3.0))
+        choices, _ = soft_beam(model, encoded._replace(state=start), 3, operator(method, 2, 3.0))
         right = marginals(choices, lengths).gather(2, PHONEMES.unsqueeze(2)).squeeze(2)
         return -right[torch.arange(3) < lengths.unsqueeze(1)].log().sum()
 
@@ -175,6 +175,6 @@ def test_gradients_reach_all_steps(differentiated, method):
 
 def test_every_operator_with_a_matrix_can_choose(model):
     for method in RELAXATIONS:
-        choices, scores = soft_beam(model, model.encode(WORDS), 2, 2, operator(method, 2, 1.0))
+        choices, scores = soft_beam(model, model.encode(WORDS), 2, operator(method, 2, 1.0))
         assert [tuple(A.shape) for A in choices] == [(3, 2, 1, V), (3, 2, 2, V)]
         assert scores.isfinite().all()
