@@ -78,9 +78,7 @@ def exports(*names: str) -> str:
     rows = []
     for name in names:
         first = re.split(r"(?<=\.)\n", str(inspect.getdoc(getattr(topk_losses, name))), maxsplit=1)[0]
-        parts = re.split(r"(`[^`]*`)", first.replace("\n", " "))
-        parts[::2] = [re.sub(r"([*_<|\[\]])", r"\\\1", part) for part in parts[::2]]
-        rows.append({"name": f"`{name}`", "what it is": "".join(parts)})
+        rows.append({"name": f"`{name}`", "what it is": escaped(first)})
     return markdown.plain_table(rows)
 
 
