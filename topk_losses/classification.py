@@ -1,5 +1,6 @@
 """What every loss shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights and reductions."""
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,6 +8,7 @@ from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from topk_losses import checks
 from topk_losses.compilers import full_precision, has_known_values, is_ordinary, is_transforming
@@ -20,6 +22,8 @@ MEANINGS = ("expected", "any")  # of soft labels
 FEW_LABELS = 8
 # Scores that are worked on at a time where each class as the label needs a pass of its own.
 SCORES_AT_ONCE = 2**16
+# Scores that are worked on at a time where one pass over a row is that of every class.
+SCORES_OF_ROWS = 2**22
 
 
 class CommonSettings(TypedDict, total=False):
@@ -62,9 +66,6 @@ class CallSettings(NamedTuple):
         if self.p_k is None:
             return self
         return self._replace(p_k=self.p_k[rows])
-
-
-ComputeLosses = Callable[[Tensor, Tensor, CallSettings], Tensor]
 
 
 def class_dimension(logits: Tensor) -> int:
@@ -213,7 +214,8 @@ class ClassificationLoss(KeepsPrecision):
     def loss_of_classes(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss of each row of logits (rows, n) for several classes (rows, c) as the label: (rows, c)."""
 
-        return self.in_chunks(self._loss_of_copies, logits, classes, call, scores_per_loss=logits.shape[1])
+        compute = ClassificationLoss._loss_of_copies
+        return self.in_chunks(compute, logits, classes, call, scores_per_loss=logits.shape[1])
 
     def loss_of_sets(self, logits: Tensor, sets: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss of each row of logits (rows, n) for a set of right answers (rows, n) in [0, 1]: (rows,)."""
@@ -309,28 +311,35 @@ class ClassificationLoss(KeepsPrecision):
         return (losses.where(is_needed, 0) * target_probabilities).sum(1)
 
     def in_chunks(
-        self, compute: ComputeLosses, logits: Tensor, classes: Tensor, call: CallSettings, scores_per_loss: int
+        self,
+        compute: Callable[[Self, Tensor, Tensor, CallSettings], Tensor],
+        logits: Tensor,
+        classes: Tensor,
+        call: CallSettings,
+        scores_per_loss: int,
     ) -> Tensor:
-        """Compute compute(logits, classes, call) for a few rows, or for a few classes of one row, at a time.
+        """Compute compute(self, logits, classes, call) for a few rows, or for a few classes of one row, at a time.
 
         The backward pass computes each chunk again, so that the memory is that of one chunk. This is not possible under
         torch.func, nor for losses that draw noise, which would be another one.
 
         Args:
-            compute: the loss (rows, c) of logits (rows, n) for several classes (rows, c) as the label.
+            compute: a method, the loss (rows, c) of logits (rows, n) for several classes (rows, c) as the label.
             logits, classes, call: its arguments.
             scores_per_loss: how many scores the loss of one row and class works on.
         """
         num_rows, num_classes = classes.shape
-        can_repeat = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(logits)
         is_small = num_rows * num_classes * scores_per_loss <= SCORES_AT_ONCE
-        if is_small or not can_repeat or self.is_stochastic():
-            return compute(logits, classes, call)
+        if is_small or not self._can_repeat(logits):
+            return compute(self, logits, classes, call)
+
+        as_it_is = copy.copy(self)  # settings may be assigned before the backward pass
 
         def compute_chunk(
             logits: Tensor, classes: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None
         ) -> Tensor:
-            return compute(logits, classes, call._replace(inverse_temperature=inverse_temperature, p_k=p_k))
+            settings = call._replace(inverse_temperature=inverse_temperature, p_k=p_k)
+            return compute(as_it_is, logits, classes, settings)
 
         rows_at_once = max(SCORES_AT_ONCE // (num_classes * scores_per_loss), 1)
         classes_at_once = max(SCORES_AT_ONCE // (rows_at_once * scores_per_loss), 1)
@@ -343,6 +352,39 @@ class ClassificationLoss(KeepsPrecision):
                 losses_of_rows.append(Recomputed.apply(compute_chunk, rows, chunk, beta, p_k))
             losses.append(torch.cat(losses_of_rows, dim=1))
         return torch.cat(losses)
+
+    def of_few_rows(
+        self,
+        compute: Callable[[Self, Tensor, CallSettings], Tensor],
+        logits: Tensor,
+        call: CallSettings,
+        scores_per_class: int,
+    ) -> Tensor:
+        """Compute compute(self, logits, call), of every class (rows, n), for a few rows at a time, as in_chunks does.
+
+        scores_per_class: how many scores the loss of one row and class works on.
+        """
+        num_rows, num_classes = logits.shape
+        rows_at_once = max(SCORES_OF_ROWS // (num_classes * scores_per_class), 1)
+        if num_rows <= rows_at_once or not self._can_repeat(logits):
+            return compute(self, logits, call)
+
+        as_it_is = copy.copy(self)
+
+        def compute_chunk(logits: Tensor, _: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None) -> Tensor:
+            return compute(as_it_is, logits, call._replace(inverse_temperature=inverse_temperature, p_k=p_k))
+
+        no_classes = logits.new_empty(0, dtype=torch.int64)
+        losses = []
+        for number, rows in enumerate(logits.split(rows_at_once)):
+            beta, p_k, *_ = call.select(slice(number * rows_at_once, number * rows_at_once + len(rows)))
+            losses.append(Recomputed.apply(compute_chunk, rows, no_classes, beta, p_k))
+        return torch.cat(losses)
+
+    def _can_repeat(self, logits: Tensor) -> bool:
+        """Tell whether the backward pass may compute a loss again."""
+        is_eager = not torch.compiler.is_compiling() and not is_transforming()
+        return is_eager and is_ordinary(logits) and not self.is_stochastic()
 
     def _loss_of_copies(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""

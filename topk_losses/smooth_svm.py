@@ -160,6 +160,10 @@ class SmoothTopKLoss(SingleKLoss):
 
     def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         self.check_k_of(logits)
+        compute = SmoothTopKLoss._loss_of_every_class
+        return self.of_few_rows(compute, logits, call, scores_per_class=self.k + 1)
+
+    def _loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         smooth, hard = every_class_compared_with_kth(logits, self.k, self._temperature(logits, call))
         return self._loss_of_distance(smooth, hard, logits, call)
 

@@ -170,7 +170,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         m = self._num_candidates(logits)
         if m is None:
             return super().loss_of_classes(logits, classes, call)
-        return self.in_chunks(self._loss_of_candidates, logits, classes, call, scores_per_loss=m)
+        return self.in_chunks(TopKCrossEntropyLoss._loss_of_candidates, logits, classes, call, scores_per_loss=m)
 
     def _loss_of_candidates(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss of several classes (rows, c), with m; the largest scores of a row are searched for once."""
@@ -190,6 +190,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         if self._num_candidates(logits) is not None or self.operator.compares_pairs:  # each class has scores of its own
             return super().loss_of_every_class(logits, call)
+        most_ranks = self._ranks(call)[-1]
+        compute = TopKCrossEntropyLoss._loss_of_every_class
+        return self.of_few_rows(compute, logits, call, scores_per_class=most_ranks)
+
+    def _loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         log_top1 = None
         if self._has_softmax_term(call):
             log_top1 = logits.log_softmax(1)  # (rows, n)

@@ -15,7 +15,17 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from tests import methods, reference
-from tests.methods import DETERMINISTIC, GUARDED, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
+from tests.methods import (
+    DETERMINISTIC,
+    GUARDED,
+    HAVE_ZEROS,
+    LEARNABLE,
+    MODES,
+    RELAXED,
+    p_k_of,
+    random_batch,
+    value_and_gradient,
+)
 from topk_losses import (
     METHODS,
     RELAXATIONS,
@@ -386,15 +396,17 @@ def test_p_k_and_the_inverse_temperature_can_be_set_later(method):
 
 
 @pytest.mark.parametrize("p_k", [[0.5, 0, 0.5], [[0.5, 0, 0.5], [0.9, 0, 0.1]] * 6], ids=["one", "per class"])
+@pytest.mark.parametrize("m", [8, None])
 @pytest.mark.parametrize("method", RELAXED)
-def test_what_is_set_after_the_forward_pass_changes_no_gradient_of_it(method, p_k, monkeypatch):
+def test_what_is_set_after_the_forward_pass_changes_no_gradient_of_it(method, m, p_k, monkeypatch):
     """Where the backward pass computes the loss again, a few scores at a time."""
     monkeypatch.setattr(classification, "SCORES_AT_ONCE", 40)
+    monkeypatch.setattr(classification, "SCORES_OF_ROWS", 40)
     logits, labels = random_batch()
     logits.requires_grad_()
     gradients = []
     for is_changed in (False, True):
-        loss_fn = TopKCrossEntropyLoss(method, p_k, num_classes=12, m=8, label_smoothing=0.1)
+        loss_fn = TopKCrossEntropyLoss(method, p_k, num_classes=12, m=m, label_smoothing=0.1)
         loss_fn.generator = torch.Generator().manual_seed(0)
         loss = loss_fn(logits, labels)
         if is_changed:
@@ -402,6 +414,54 @@ def test_what_is_set_after_the_forward_pass_changes_no_gradient_of_it(method, p_
             loss_fn.inverse_temperature = 0.01
         gradients.append(torch.autograd.grad(loss, logits)[0])
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "name", "value"),
+    [
+        ("smooth_topk", {}, "alpha", 2.0),
+        ("smooth_hard_topk", {}, "k", 2),
+        ("splitter_selection", {"m": 8}, "noise_rate", 0.3),
+        ("splitter_selection", {"m": 8}, "m", 6),
+        ("lapsum", {}, "top1_mode", "smce"),
+    ],
+)
+def test_no_setting_that_is_assigned_after_the_forward_pass_changes_its_gradient(
+    method, settings, name, value, monkeypatch
+):
+    monkeypatch.setattr(classification, "SCORES_AT_ONCE", 40)
+    monkeypatch.setattr(classification, "SCORES_OF_ROWS", 40)
+    logits, labels = random_batch()
+    logits.requires_grad_()
+    gradients = []
+    for is_changed in (False, True):
+        loss_fn = make_loss(method, p_k_of(method, 3), 12, label_smoothing=0.1, **settings)
+        loss = loss_fn(logits, labels)
+        if is_changed:
+            setattr(loss_fn, name, value)
+        gradients.append(torch.autograd.grad(loss, logits)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("method", [method for method in LEARNABLE if METHODS[method].takes != "top-1"])
+def test_few_rows_at_a_time_have_the_losses_of_all_rows(method, monkeypatch):
+    """Of every class: the losses, and the gradients of logits, inverse temperature and P_K of each sample."""
+    logits, labels = random_batch()
+    logits.requires_grad_()
+    beta = torch.nn.Parameter(torch.tensor(0.9, dtype=torch.float64))
+    loss_fn = make_loss(method, p_k_of(method, 3), 12, inverse_temperature=beta, label_smoothing=0.1)
+    arguments = {}
+    leaves = [logits, beta]
+    if method in RELAXED:
+        p_k = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64).repeat(6, 1).requires_grad_()
+        arguments = {"p_k": p_k}
+        leaves.append(p_k)
+    found = []
+    for scores_of_rows in (classification.SCORES_OF_ROWS, 80):
+        monkeypatch.setattr(classification, "SCORES_OF_ROWS", scores_of_rows)
+        loss = loss_fn(logits, labels, **arguments)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("method", RELAXED)
