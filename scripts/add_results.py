@@ -1,11 +1,14 @@
 """Add finished rows of yours to this repository's: scripts/add_results.py results/table1_short.csv [--dry-run]
 
-A row is added if its method is one of this repository's, its name is what its settings give, its commit is in the
-history and had no changes, and the repository has no row of that name. One refused row, and nothing is written. Rows
-that are there already are left alone. The file may lie in another clone: its place is that within the folder results/.
+A row is added if it has finished, its method is one of this repository's, its name is what its settings give, its
+commit is in the history and had no changes, and the repository has no row of that name. One refused row, and nothing
+is written. Rows that are there already are left alone. The file may lie in another clone: its place is that within the
+folder results/.
 """
 
 import argparse
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +34,18 @@ def has_its_name(row: Row) -> bool:
     return digest_of(row["run_id"]) == digest_of(name)
 
 
+def has_score(row: Row) -> bool:
+    """Whether a row says how good the trained model is, in test or in validation."""
+    return any(cell and re.match(r"test_(?!images)|last_(valid|test)_", name) for name, cell in row.items())
+
+
+def has_its_rate(row: Row) -> bool:
+    """Whether the two ways to name a learning rate agree, where a row has both."""
+    if not row.get("nloglr") or not row.get("lr"):
+        return True
+    return math.isclose(float(row["lr"]), 10 ** -float(row["nloglr"]), rel_tol=1e-9)
+
+
 def is_in_history(commit: str) -> bool:
     """Whether every commit of a row, a+b if it was resumed on another, is an ancestor of what is checked out."""
     for part in commit.split("+"):
@@ -46,6 +61,10 @@ def problem(row: Row, known: dict[str, Row]) -> str:
         return f"its method {row.get('method')} is none of this repository's"
     if not has_its_name(row):
         return "its name is not what its settings give: the row was edited"
+    if row.get("finished_utc", "") == "" or not has_score(row):
+        return "it has not finished: finished_utc, or each of its scores, is empty"
+    if not has_its_rate(row):
+        return "its nloglr and its lr are two learning rates: the row was edited"
     if row.get("git_commit", "") == "":
         return "it names no commit"
     if "-dirty" in row["git_commit"]:

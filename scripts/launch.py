@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,7 @@ class Run:
         if is_stopping and status:
             message = f"=== stopped with status {status}"
         with contextlib.suppress(OSError), self.log.open("a") as log:
-            print(message, file=log)
+            print(f"\n{message}", file=log)  # on a line of its own, whatever the run wrote last
         return True
 
     def lines(self) -> list[str]:
@@ -108,14 +108,16 @@ class Run:
             return []
         return lines[starts[-1] :]
 
-    def state(self) -> str:
-        """Say where the log of this command ends."""
-        lines = self.last_attempt()
-        if lines:
-            return lines[-1].replace("=== exit status 0", "done")
-        if any(line.startswith("$ ") for line in self.lines()):
+    def state(self, logs: Mapping[str, Sequence[str]]) -> str:
+        """Say where the newest log of this command ends. logs: the lines of each command's."""
+        lines = logs.get(self.command)
+        if lines is None and any(line.startswith("$ ") for line in self.lines()):
             return "waiting (its log is of another command)"
-        return "waiting"
+        if lines is None:
+            return "waiting"
+        if not lines:
+            return "started"
+        return lines[-1].replace("=== exit status 0", "done")
 
 
 def signal_name(number: int) -> str:
@@ -327,9 +329,12 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
 
 def show_states(runs: Sequence[Run]) -> int:
     """Print where the log of each run ends."""
+    from reporting.status import read_logs  # which loads pandas
+
+    logs = read_logs(runs[0].log.parent)
     done = 0
     for run in runs:
-        state = run.state()
+        state = run.state(logs)
         done += state == "done"
         print(f"{run.log.stem}: {state}")
     print(f"# {done} done of {len(runs)} runs")

@@ -15,6 +15,7 @@ scripts/epochs.py have tables of their own.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     inputs = [file.resolve() for file in (args.results, *PAPER.glob("*.csv"))]
     if args.output and args.output.resolve() in inputs:
         parser.error(f"--output {args.output} is the results file, or one of {PAPER.name}/")
+    if args.output and holds_runs(args.output):
+        parser.error(f"--output {args.output} holds runs, which the table would replace: name another file")
     return args
+
+
+def holds_runs(path: Path) -> bool:
+    """Whether a file has the first line of a results file."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return "run_id" in re.findall(r"\w+", file.readline())
 
 
 def given_flags(args: argparse.Namespace) -> list[str]:

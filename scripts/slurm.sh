@@ -14,12 +14,12 @@ if [ "${1:-}" = --task ]; then  # a task of the array; whether an array's variab
   bash -euo pipefail -c "$command" &  # which may end in a comment
   status=0
   wait $! || status=$?
-  [ -n "$queued_again" ] || echo "=== exit status $status"
+  [ -n "$queued_again" ] || printf '\n=== exit status %s\n' "$status"  # on a line of its own
   exit "$status"
 fi
 [[ ${1:-} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || { echo "error: name the sweep first, as in slurm.sh table1" >&2; exit 2; }
 CDPATH= cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 logs=$PWD/results/logs/$1 && mkdir -p "$logs" && commands=$(mktemp -p "$logs")
-grep -v '^ *\(#\|$\)' > "$commands" || { echo "error: there is no command line on standard input" >&2; exit 2; }
+tr -d '\r' | grep -v '^[[:space:]]*\(#\|$\)' > "$commands" || { echo "error: there is no command line on standard input" >&2; exit 2; }
 exec sbatch --job-name="$1" --array="1-$(wc -l < "$commands")" --output="$logs/slurm-%a.log" --open-mode=append --requeue \
   --signal=B:USR1@60 "${@:2}" "$PWD/scripts/slurm.sh" --task "$commands"

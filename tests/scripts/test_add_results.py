@@ -1,5 +1,6 @@
 """Rows get into the repository's files only if their names, commits and cells are right, all of a file or none."""
 
+import re
 import shutil
 import subprocess
 
@@ -42,12 +43,19 @@ def test_new_rows_are_added_once(place, capsys):
     assert len(read_rows(target)) == 15
 
 
+SCORES = [name for name in read_rows(REPOSITORY / "table1_short.csv")[0] if re.match(r"(test|last)_.*(top|loss)", name)]
+WITHOUT_SCORES = dict.fromkeys(SCORES, "")
+
+
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
         ({"method": "focal_1"}, "its method focal_1 is none of this repository's"),
         ({"lr": "0.002"}, "its name is not what its settings give"),
         ({"p_k": "0 0 0 1 0"}, "its name is not what its settings give"),
+        ({"finished_utc": ""}, "it has not finished"),
+        (WITHOUT_SCORES, "it has not finished"),
+        ({"nloglr": "9"}, "its nloglr and its lr are two learning rates"),
         ({"git_commit": ""}, "it names no commit"),
         ({"git_commit": f"{HEAD}-dirty"}, "files differed from its commit"),
         ({"git_commit": f"{HEAD}+{ABSENT}"}, f"its commit {HEAD}+{ABSENT} is not in the history"),

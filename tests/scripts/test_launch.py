@@ -94,10 +94,21 @@ def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp
     assert (first.name, second.name) == ("01-print_one.log", "02-print_two.log")
     header, *lines = first.read_text().splitlines()
     assert "attempt 1 of 2" in header
-    assert lines == [f"$ {commands[1]}", "one", "=== exit status 0"]
+    assert [line for line in lines if line] == [f"$ {commands[1]}", "one", "=== exit status 0"]
     shown = run([*commands, "true"], "--status")[1]
     assert shown == "01-print_one: done\n02-print_two: done\n03-true: waiting\n# 2 done of 3 runs\n"
     assert "its log is of another command" in run([f"{commands[1]} --flag"], "--status")[1]
+    shown = run([commands[3], "true", commands[1]], "--status")[1]  # in another order, with one between
+    assert shown == "01-print_two: done\n02-true: waiting\n03-print_one: done\n# 2 done of 3 runs\n"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_run_whose_output_does_not_end_its_line_has_ended_all_the_same(run, status):
+    command = python(f"import sys; print(50, end=''); sys.exit({status})")
+    run([command], "--name", "small")
+    shown = run([command], "--status")[1]
+    assert shown.splitlines()[0].endswith(["done", "", "", "=== exit status 3"][status])
+    assert f"# {1 - min(status, 1)} done of 1 runs" in shown
 
 
 def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
@@ -378,7 +389,7 @@ def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_run
     """A call from within a task of another array inherits its variables, and is no task of this one."""
     program(tmp_path / "scripts" / "slurm.sh", SLURM.read_text())
     commands = [python("print('two  words', '$HOME')"), "ls no-such-file", "true  # with a comment"]
-    lines = "\n".join([commands[0], "", "# a comment", *commands[1:], "# 3 runs\n"])
+    lines = "\r\n".join([commands[0], "", "\t# a comment", *commands[1:], "# 3 runs\n"])
     words = [tmp_path / "scripts" / "slurm.sh", "a-test", "--partition", "gpu"]
     done = subprocess.run(
         words, input=lines, env={**slurm, **inherited, "CDPATH": str(ROOT)}, text=True, capture_output=True
@@ -387,9 +398,9 @@ def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_run
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
     assert {"--job-name=a-test", "--array=1-3", "--requeue", "--partition", "gpu"} <= set(submitted)
     logs = sorted((tmp_path / "results" / "logs" / "a-test").glob("*.log"))
-    assert logs[0].read_text().splitlines() == [f"$ {commands[0]}", "two  words $HOME", "=== exit status 0"]
+    assert logs[0].read_text().split("\n") == [f"$ {commands[0]}", "two  words $HOME", "", "=== exit status 0", ""]
     assert logs[1].read_text().splitlines()[-1] == "=== exit status 2"
-    assert logs[2].read_text().splitlines() == [f"$ {commands[2]}", "=== exit status 0"]
+    assert logs[2].read_text().split("\n") == [f"$ {commands[2]}", "", "=== exit status 0", ""]
     assert (tmp_path / "slurm" / "statuses.txt").read_text().split() == ["0", "2", "0"]
 
 

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import re
+import shutil
 import statistics
 
 import pandas as pd
@@ -244,10 +245,12 @@ def test_the_results_are_never_the_output(made, two_seeds, tmp_path):
     made(two_seeds)
     before = (tmp_path / "table1.csv").read_bytes()
     (tmp_path / "link.csv").symlink_to(tmp_path / "table1.csv")
-    for output in ("table1.csv", "link.csv", PAPER / "table1.csv"):
+    shutil.copy(tmp_path / "table1.csv", tmp_path / "of_another_study.csv")
+    for output in ("table1.csv", "link.csv", "of_another_study.csv", PAPER / "table1.csv"):
         with pytest.raises(SystemExit, match="2"):
             report.main([str(tmp_path / "table1.csv"), "--output", str(tmp_path / output)])
-    assert (tmp_path / "table1.csv").read_bytes() == before
+    for name in ("table1.csv", "of_another_study.csv"):
+        assert (tmp_path / name).read_bytes() == before
 
 
 def test_no_pipe_device_or_folder_becomes_a_file(made, two_seeds, tmp_path):
