@@ -89,7 +89,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
-    """The network, and the configuration of the run that trained it ({} for a backbone)."""
+    """The network, and the configuration of the run that trained it ({} for a backbone). Raises OSError, ValueError."""
     if args.backbone is not None:
         return timm_backbone(args.backbone, args.weights, args.resolution), {}
     folder = args.checkpoint
@@ -103,6 +103,12 @@ def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
         raise ValueError(f"{folder / 'config.json'} is damaged ({error}): repeat the run with --force") from None
     if "fc.weight" not in weights or "model" not in trained:
         raise ValueError(f"{folder} is not a run of train_cifar100.py")
+    if trained.get("run_id") != saved.get("run_id"):
+        whose = saved.get("run_id", "an earlier version of this code")
+        raise ValueError(
+            f"{folder} has the config.json of {trained.get('run_id')} and the checkpoint.pt of {whose}: copy one run's "
+            "folder whole"
+        )
     trained["epochs_done"] = saved["history"][-1]["epoch"]
     return cifar_backbone(trained, weights, args.resolution), trained
 

@@ -24,6 +24,7 @@ from experiments import extract_embeddings as script
 from experiments import finetune_imagenet, train_cifar100
 from experiments.common.backbones import PAPER, timm_backbone
 from experiments.common.door import EXPECTED
+from models.resnet_cifar import resnet_cifar
 from tests.experiments.scripts import TORCHRUN, flags_of, rows_of
 
 QUICK = "--backbone test_resnet --weights none --resolution 32 --shard_rows 3 --workers 0 --device cpu --threads 1"
@@ -172,6 +173,23 @@ def test_from_a_trained_network_to_heads_on_its_features(tmp_path, capsys):
     assert f"note: the run of {run} has done 1 of its 500 epochs" in capsys.readouterr().err
     early = load_embeddings(tmp_path / "early.pt").info
     assert (early["epochs_done"], early["n_epochs"]) == (1, 500)
+
+
+@pytest.mark.parametrize("of_checkpoint", ["digits-seed1", None])
+def test_the_files_of_two_runs_in_one_folder_are_refused(of_checkpoint, tmp_path):
+    """As a copy may mix them; an earlier version of the code did not say in a checkpoint whose it is."""
+    weights = resnet_cifar("resnet18", 10).state_dict()
+    saved = {"model": weights, "training": None, "history": [{"epoch": 1}], "info": {}}
+    if of_checkpoint is not None:
+        saved["run_id"] = of_checkpoint
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    config = {"run_id": "digits-seed0", "model": "resnet18", "dataset": "digits", "seed": 0, "limit_train": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_epochs": 1}))
+    message = f"{tmp_path} has the config.json of digits-seed0 and the checkpoint.pt of {of_checkpoint or 'an earlier'}"
+    flags = "--dataset digits --device cpu --threads 1 --workers 0"
+    with pytest.raises(EXPECTED, match=message):
+        extract("--checkpoint", tmp_path, "--output", tmp_path / "e.pt", flags=flags)
+    assert not (tmp_path / "e.pt").exists()
 
 
 def test_other_weights_are_another_digest_and_what_does_not_fit_is_refused(tmp_path):
