@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -23,6 +23,17 @@ SPLIT_FOLDERS = {  # name of a folder -> split
     "valid": "valid",
     "validation": "valid",
 }
+
+
+class Stamp(NamedTuple):
+    """What changes with an image.
+
+    image: its label and its file's name, size and time; they stay when a folder is copied with its times.
+    file: the time at which the file got its name or rights, and its number; another file of that name has others.
+    """
+
+    image: bytes
+    file: bytes
 
 
 class UnreadableImage(ValueError):
@@ -100,16 +111,17 @@ class ImageFolder(Dataset):
         path, label = self.samples[index]
         return self.transform(load_rgb(path)), label
 
-    def stamps(self) -> list[bytes]:
-        """A line for each image that changes when the file is replaced: name, label, size, time of the last change."""
+    def stamps(self) -> list[Stamp]:
+        """The stamp of each image."""
         with ThreadPoolExecutor(16) as threads:  # a file server answers several requests at once
             return list(threads.map(self._stamp, self.samples))
 
-    def _stamp(self, sample: tuple[str, int]) -> bytes:
+    def _stamp(self, sample: tuple[str, int]) -> Stamp:
         path, label = sample
         status = os.stat(path)
         name = os.fsencode(os.path.relpath(path, self.folder))
-        return b"%s\n%d %d %d\n" % (name, label, status.st_size, status.st_mtime_ns)
+        image = b"%s\n%d %d %d\n" % (name, label, status.st_size, status.st_mtime_ns)
+        return Stamp(image, b"%d %d\n" % (status.st_ctime_ns, status.st_ino))
 
 
 def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Tensor]) -> dict[str, ImageFolder]:
@@ -196,9 +208,9 @@ class Pixels(Dataset):
         image = Image.fromarray(self.images[index].permute(1, 2, 0).contiguous().numpy())
         return self.transform(image), int(self.labels[index])
 
-    def stamps(self) -> list[bytes]:
-        """The bytes and the label of each image."""
+    def stamps(self) -> list[Stamp]:
+        """The bytes and the label of each image, which has no file."""
         stamps = []
         for image, label in zip(self.images, self.labels.tolist()):
-            stamps.append(image.numpy().tobytes() + b"%d" % label)
+            stamps.append(Stamp(image.numpy().tobytes() + b"%d" % label, b""))
         return stamps

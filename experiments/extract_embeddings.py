@@ -45,12 +45,19 @@ Images = ImageFolder | Pixels
 class Shard(NamedTuple):
     """A file of some images' embeddings, which becomes a part of a split.
 
+    name: changes with the images, the network and the settings, and stays when the images are copied elsewhere.
+    files: changes with the images' files.
     rows: of the images, counted over all splits.
     """
 
     name: str
+    files: str
     split: str
     rows: range
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.files}-{self.name}"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -140,7 +147,7 @@ def folders_of(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def list_shards(args: argparse.Namespace, backbone: Backbone, splits: Mapping[str, Images]) -> list[Shard]:
-    """The shards of all splits. A shard's name changes with its images, the network and the settings."""
+    """The shards of all splits."""
     settings = json.dumps([backbone.name, backbone.resolution, backbone.sha256(), args.precision, args.dtype])
     shards = []
     first = 0
@@ -148,8 +155,13 @@ def list_shards(args: argparse.Namespace, backbone: Backbone, splits: Mapping[st
         stamps = images.stamps()
         for begin in range(0, len(stamps), args.shard_rows):
             end = min(begin + args.shard_rows, len(stamps))
-            digest = hashlib.sha256(settings.encode() + b"".join(stamps[begin:end])).hexdigest()
-            shards.append(Shard(f"{split}-{begin:09}-{digest[:16]}.pt", split, range(first + begin, first + end)))
+            digest = hashlib.sha256(settings.encode())
+            files = hashlib.sha256()
+            for stamp in stamps[begin:end]:
+                digest.update(stamp.image)
+                files.update(stamp.file)
+            name = f"{split}-{begin:09}-{digest.hexdigest()[:16]}.pt"
+            shards.append(Shard(name, files.hexdigest()[:16], split, range(first + begin, first + end)))
         first += len(stamps)
     return shards
 
@@ -163,24 +175,26 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     if processes.is_first:
         print_notes(splits, args.checkpoint, trained)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
-    digest = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()
+    made_of = {
+        "digest": digest_of(shard.name for shard in shards),
+        "files": digest_of(shard.files for shard in shards),
+    }
     parts = Path(f"{args.output}.parts")
-    if processes.from_first(lambda: is_made(args.output, digest)):
+    if processes.from_first(lambda: is_made(args.output, made_of)):
         processes.print(f"skipped: {args.output} holds these embeddings already")
         if processes.is_first:
             shutil.rmtree(parts, ignore_errors=True)  # of a command that was killed before it deleted them
         return
     if processes.is_first:
         lock = lock_folder(parts / "lock", f"the extraction of {args.output}")
-    missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard.name).exists()])
+    missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard.file_name).exists()])
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {processes.device}")
     mine = missing[processes.rank :: processes.count]
     make_shards(args, backbone, splits, mine, processes)
     processes.sum(torch.zeros(1))  # wait for the other processes
 
     if processes.is_first:
-        info = describe(args, backbone, splits) | training_of(trained)
-        info["digest"] = digest
+        info = describe(args, backbone, splits) | training_of(trained) | made_of
         save_torch_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
         lock.release()
         shutil.rmtree(parts)
@@ -199,13 +213,27 @@ def print_notes(splits: Mapping[str, Images], checkpoint: Path | None, trained: 
         print(f"note: {note}", file=sys.stderr)
 
 
-def is_made(output: Path, digest: str) -> bool:
-    """Return whether the output exists with this digest. Raises ValueError for another file of that name."""
+def digest_of(texts: Iterable[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def is_made(output: Path, made_of: Mapping[str, str]) -> bool:
+    """Return whether the output exists; print a note if its images may have exchanged their names since.
+
+    Args:
+        made_of: the entries of its info that name its images and settings (digest), and the images' files (files).
+
+    Raises:
+        ValueError: another file has that name.
+    """
     if not output.exists():
         return False
     content = load_torch_file(output, "a file of embeddings", mapped=True)
-    if not isinstance(content, Mapping) or content.get("info", {}).get("digest") != digest:
+    if not isinstance(content, Mapping) or content.get("info", {}).get("digest") != made_of["digest"]:
         raise ValueError(f"{output} is there, made of other images or with other settings: delete or rename it")
+    if content["info"].get("files", made_of["files"]) != made_of["files"]:
+        changes = f"image files were renamed, copied or given other rights since {output} was made"
+        print(f"note: {changes}: delete it if images exchanged their names", file=sys.stderr)
     return True
 
 
@@ -251,7 +279,7 @@ def make_shards(
     try:
         for shard in tqdm(mine, unit="shard", disable=hidden):
             batches = itertools.islice(images, math.ceil(len(shard.rows) / args.batch_size))
-            save_torch_file(parts / shard.name, extract_shard(batches, backbone, args, processes.device))
+            save_torch_file(parts / shard.file_name, extract_shard(batches, backbone, args, processes.device))
     except UnreadableImage as error:  # a worker of DataLoader puts a traceback before the message
         message = str(error).rpartition("UnreadableImage: ")[2]
         raise ValueError(message.strip()) from None
@@ -297,7 +325,7 @@ def merge(parts: Path, shards: list[Shard], splits: list[str]) -> dict[str, Tens
         loaded = []
         for shard in shards:
             if shard.split == name:
-                loaded.append(torch.load(parts / shard.name, mmap=True, weights_only=True))
+                loaded.append(torch.load(parts / shard.file_name, mmap=True, weights_only=True))
         labels = torch.cat([part["labels"] for part in loaded])
         dim = loaded[0]["embeddings"].shape[1]
         dtype = loaded[0]["embeddings"].dtype

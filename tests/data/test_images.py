@@ -1,6 +1,7 @@
 """data/images.py: each kind of image becomes what one sees, or is refused by its path; folders are read as they are."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -177,10 +178,53 @@ def test_splits_of_other_classes_are_refused(tmp_path):
         open_folders(find_splits(tmp_path), lambda image: image)
 
 
-def test_a_stamp_changes_when_an_image_is_replaced(tmp_path):
-    make(tmp_path, ["a/1.png", "a/2.png"])
-    first = ImageFolder(tmp_path).stamps()
-    path = tmp_path / "a" / "1.png"
+def exchange(one, other):
+    """Let two files exchange their names."""
+    kept = one.with_name("kept")
+    one.rename(kept)
+    other.rename(one)
+    kept.rename(other)
+
+
+def touch(path):
+    """Write the file again, a second earlier."""
     status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))  # another one, older and of the same size
-    assert [a == b for a, b in zip(first, ImageFolder(tmp_path).stamps())] == [False, True]
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
+
+
+def copy_whole(path):
+    """Replace the file by a copy that has its times, as rsync and cp -a make one."""
+    path.rename(path.with_name("kept"))
+    shutil.copy2(path.with_name("kept"), path)
+    path.with_name("kept").unlink()
+
+
+# How the first of two images is replaced; whether the stamps of both change, and the parts of them that a copy keeps.
+REPLACED = {
+    "another time": (lambda first, second: touch(first), [True, False], [True, False]),
+    "exchanged": (exchange, [True, True], [False, False]),
+    "a copy": (lambda first, second: copy_whole(first), [True, False], [False, False]),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_stamp_changes_when_an_image_is_replaced_even_by_one_of_the_same_size_and_time(how, tmp_path):
+    make(tmp_path, ["a/1.png", "a/2.png"])
+    paths = [tmp_path / "a" / "1.png", tmp_path / "a" / "2.png"]
+    for path in paths:
+        path.write_bytes(b"0" * 100)
+        os.utime(path, ns=(10**18, 10**18))  # as of files that were unpacked together
+    before = ImageFolder(tmp_path).stamps()
+    replace, changes, image_changes = REPLACED[how]
+    replace(*paths)
+    both = list(zip(before, ImageFolder(tmp_path).stamps()))
+    assert [old != new for old, new in both] == changes
+    assert [old.image != new.image for old, new in both] == image_changes
+
+
+def test_the_stamp_of_an_image_stays_as_it_is_over_versions(tmp_path):
+    """Files of embeddings have its digest."""
+    make(tmp_path, ["a/1.png", "b/2.png"])
+    os.utime(tmp_path / "b" / "2.png", ns=(5, 7))
+    size = (tmp_path / "b" / "2.png").stat().st_size
+    assert ImageFolder(tmp_path).stamps()[1].image == b"b/2.png\n1 %d 7\n" % size
