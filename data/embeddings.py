@@ -50,14 +50,14 @@ class Embeddings:
 
     Attributes:
         info: its backbone, resolution and number of classes, if known.
-        stamp: of the file that was read; None if it was replaced meanwhile.
+        stamp: of the file when it was opened.
     """
 
     path: Path
     splits: dict[str, Split]
     num_classes: int
     info: dict[str, Any]
-    stamp: list[int] | None = None
+    stamp: list[int]
 
     def __getitem__(self, split: str) -> Split:
         return self.splits[split]
@@ -69,6 +69,14 @@ class Embeddings:
     def to(self, device: torch.device) -> "Embeddings":
         splits = {name: split.to(device) for name, split in self.splits.items()}
         return replace(self, splits=splits)
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if the file has changed since it was opened: it is mapped, and its rows may be others."""
+        if not self.path.is_file() or stamp_of(self.path) != self.stamp:
+            raise ValueError(
+                f"{self.path} has changed since it was opened; nothing is recorded. Give the command again, and leave "
+                "the file as it is until it ends"
+            )
 
     def about(self, source: str) -> dict[str, Any]:
         """The columns of a row: source (as the user named it), dtype, backbone, name by content."""
@@ -90,10 +98,10 @@ class Embeddings:
             known = json.loads(beside.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # absent or damaged
             known = None
-        if self.stamp is not None and isinstance(known, dict) and known.get("stamp") == self.stamp:
+        if isinstance(known, dict) and known.get("stamp") == self.stamp:
             return str(known["fingerprint"])
         fingerprint = self.fingerprint()
-        if self.stamp is not None and time.time_ns() - self.stamp[1] > SETTLED_NS:
+        if time.time_ns() - self.stamp[1] > SETTLED_NS:
             temporary = beside.with_name(f"{beside.name}.{os.getpid()}.tmp")
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 temporary.write_text(json.dumps({"stamp": self.stamp, "fingerprint": fingerprint}), encoding="utf-8")
@@ -142,14 +150,12 @@ def load_embeddings(path: Path) -> Embeddings:
     SPLIT is one of SPLITS; "val" is how some published files call their test set.
 
     Raises:
-        ValueError: the file does not hold these tensors, or some of them twice.
+        ValueError: the file does not hold these tensors, or some of them twice, or changes meanwhile.
     """
-    stamp = None
+    stamp = []
     if path.is_file():
         stamp = stamp_of(path)
     content = load_torch_file(path, "a torch file of tensors", mapped=True)
-    if stamp_of(path) != stamp:  # replaced meanwhile
-        stamp = None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
     tensors = named_tensors(path, content)
@@ -176,7 +182,9 @@ def load_embeddings(path: Path) -> Embeddings:
             )
         splits[name] = Split(rows, labels)
     check_splits(path, splits, has_all_classes="num_classes" not in info)
-    return Embeddings(path, splits, num_classes, info, stamp)
+    embeddings = Embeddings(path, splits, num_classes, info, stamp)
+    embeddings.check_unchanged()
+    return embeddings
 
 
 def named_tensors(path: Path, content: Mapping[Any, Any]) -> dict[tuple[str, str], Tensor]:

@@ -52,7 +52,10 @@ def _first_channels(part: Split, count: int) -> Split:
 
 
 def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
-    """The splits of a file of embeddings; without a valid split a tenth of train validates. Arguments: load_points."""
+    """The splits of a file of embeddings, copied; without a valid split a tenth of train validates.
+
+    The file may change afterwards. Arguments: load_points.
+    """
     if "test" not in embeddings.splits:
         raise ValueError("these embeddings have no test split")
     check_rows(embeddings, {name: torch.arange(len(split)) for name, split in embeddings.splits.items()})
@@ -62,11 +65,11 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
     train = embeddings["train"]
     learn, valid = divide(len(train), valid_share, seed, limit_train)
     if "valid" in embeddings.splits:
-        valid_split = embeddings["valid"]
+        valid_split = copied(embeddings["valid"])
     else:
         check_right_rows(embeddings, valid)
         valid_split = chosen(train, valid)
-    return Dataset(embeddings.num_classes, chosen(train, learn), valid_split, embeddings["test"])
+    return Dataset(embeddings.num_classes, chosen(train, learn), valid_split, copied(embeddings["test"]))
 
 
 def divide(num_rows: int, valid_share: float, seed: int, limit_train: int | None) -> tuple[Tensor, Tensor]:
@@ -76,6 +79,10 @@ def divide(num_rows: int, valid_share: float, seed: int, limit_train: int | None
         return rows, rows[:0]
     learn, valid = split_rows(len(rows), round(len(rows) * valid_share), seed)
     return rows[learn], rows[valid]
+
+
+def copied(split: Split) -> Split:
+    return Split(split.inputs.clone(), split.labels.clone())
 
 
 def chosen(split: Split, rows: Tensor) -> Split:

@@ -330,6 +330,7 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
     columns = {"num_classes": source.data.num_classes}
     for name, count in source.counts.items():
         columns[f"{name}_images"] = count
+    source.data.check_unchanged()
     for classifier in training:
         classifier.run.record(columns)
     return shared.failures
@@ -458,13 +459,18 @@ def evaluate_and_save(group: list[Classifier], epoch: int, started: float, share
 
     Args:
         started: when the training since the last evaluation began.
+
+    Raises:
+        ValueError: the file of embeddings has changed.
     """
     trained = []
     for classifier in group:
         trained.append(shared.processes.sum(torch.stack(classifier.step_losses)).tolist())  # waits for a GPU
     seconds = time.perf_counter() - started
+    results = evaluate(group, shared)
+    shared.source.data.check_unchanged()
     diverged = []
-    for classifier, step_losses, result in zip(list(group), trained, evaluate(group, shared)):
+    for classifier, step_losses, result in zip(list(group), trained, results):
         classifier.train_seconds += seconds
         entry = {
             "epoch": epoch,

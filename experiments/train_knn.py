@@ -333,10 +333,15 @@ def train(config: dict[str, Any], embeddings: Embeddings | None, processes: Proc
 
 
 def load_all(config: dict[str, Any], embeddings: Embeddings | None) -> Dataset:
-    """The points of a run, on the CPU. Raises ValueError if they are fewer than a step takes."""
+    """The points of a run, on the CPU.
+
+    Raises:
+        ValueError: they are fewer than a step takes, or the file of embeddings has changed.
+    """
     sample = {"seed": config["seed"], "limit_train": config["limit_train"]}
     if embeddings is not None:
         points = points_of_embeddings(embeddings, **sample)
+        embeddings.check_unchanged()
     else:
         points = load_points(config["dataset"], config["data_dir"], **sample)
     for name in ("k", "batch_size", "num_candidates"):

@@ -179,7 +179,8 @@ def embeddings(script: str, words: list[str]) -> list[tuple[str, str]]:
     protocol = {IMAGENET: IMAGENET_1K}.get(script, PROTOCOL_21K)
     args = finetune_imagenet.parse_arguments(words, protocol)
     labels = torch.zeros(1_200_000, dtype=torch.long)
-    data = Embeddings(Path(args.data_path), {"train": Split(labels.unsqueeze(1), labels)}, protocol.num_classes, {})
+    train = Split(labels.unsqueeze(1), labels)
+    data = Embeddings(Path(args.data_path), {"train": train}, protocol.num_classes, {}, stamp=[])
     rows = finetune_imagenet.choose_rows(data, args, protocol)
     source = finetune_imagenet.Source(data, rows, {"embeddings": args.data_path})
     ids = []

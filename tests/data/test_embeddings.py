@@ -208,6 +208,19 @@ def name_in_rows(path) -> str:
     return load_embeddings(path).about(str(path))["embeddings"]
 
 
+def test_a_file_that_changes_while_it_is_opened_is_refused(path, monkeypatch):
+    real = torch.load
+
+    def load(*arguments, **others):
+        found = real(*arguments, **others)
+        os.utime(path)
+        return found
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=f"{path} has changed since it was opened"):
+        load_embeddings(path)
+
+
 def age(path) -> None:
     """Let a file be an hour old."""
     an_hour_ago = path.stat().st_mtime - 3600

@@ -61,7 +61,7 @@ def digits_with_a_limit(seed: int) -> torch.Tensor:
 def own_embeddings() -> Embeddings:
     rows = torch.arange(200.0).view(-1, 1)
     split = Split(rows, torch.arange(200) % 5)
-    return Embeddings("own.pt", {"train": split, "test": split}, 5, {})
+    return Embeddings("own.pt", {"train": split, "test": split}, 5, {}, stamp=[])
 
 
 OF_SEED = {

@@ -1,8 +1,11 @@
 """What is refused, and when: before the first epoch, in a sentence, and nothing of the user's is replaced."""
 
 import importlib
+import itertools
 import os
 import shlex
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from experiments.common.rows import read_rows
 from experiments.common.settings import BY_NAME, CIFAR, run_id
 from tests.data.object_store_servers import FaultyServer
 from tests.experiments import scripts
-from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, rows_of
+from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
 
 ROOT = Path(__file__).parents[2]
 EXECUTABLE = [path.stem for path in sorted((ROOT / "experiments").glob("*.py")) if "__main__" in path.read_text()]
@@ -257,6 +260,102 @@ def test_one_classifier_that_diverges_is_dropped_and_named_and_the_others_have_r
         assert sorted((row["method"], row["seed"]) for row in rows) == [
             ("lapsum", "0"), ("lapsum", "1"), ("softmax_cross_entropy", "0"), ("softmax_cross_entropy", "1"),
         ]  # fmt: skip
+
+
+# A file of embeddings that changes while it is in use.
+
+
+def overwrite(path: Path) -> None:
+    """Let the test rows be others, in place."""
+    content = torch.load(path, weights_only=True)
+    rows = content["test_embeddings"].numpy().tobytes()
+    place = path.read_bytes().index(rows)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes(len(rows)))
+
+
+def copy_in_place(path: Path) -> None:
+    """Put a copy that has the file's times in its place, as rsync does."""
+    shutil.copy2(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+
+
+CHANGES = pytest.mark.parametrize("change", [overwrite, copy_in_place, Path.unlink], ids=lambda change: change.__name__)
+HEADS = "--n_epochs 3 --batch_size 25"
+USES = {
+    "one": f"--method softmax_cross_entropy --eval_freq 2 {HEADS}",
+    "streamed": f"--method softsort --stream {HEADS}",
+    "two": f'--method softsort --also "--method lapsum" {HEADS}',
+}
+NEIGHBOURS = {
+    "trained": "--method softsort --n_epochs 3 --batch_size 20 --num_candidates 20 --k 3",
+    "untrained": "--method inputs --k 3",
+}
+
+
+def change_before(patch, owner, name: str, number: int, change: Callable, path: Path) -> None:
+    """Change a file before the call of a function with this number, counted from 0."""
+    real = getattr(owner, name)
+    numbers = itertools.count()
+
+    def function(*arguments, **others):
+        if next(numbers) == number:
+            change(path)
+        return real(*arguments, **others)
+
+    patch.setattr(owner, name, function)
+
+
+@CHANGES
+@pytest.mark.parametrize("use", USES)
+def test_embeddings_that_change_while_classifiers_train_on_them_give_no_row(use, change, tmp_path):
+    """The checkpoint of before is kept, and the run continues from it with the file of before."""
+    path = scripts.embeddings(tmp_path / "e.pt")
+    kept = shutil.copy2(path, tmp_path / "kept.pt")
+    words = shlex.split(f"-d {path} {USES[use]} {MACHINE} --results {tmp_path / 'r.csv'}")
+    with pytest.MonkeyPatch.context() as patch:
+        change_before(patch, finetune_imagenet, "evaluate", 1, change, path)
+        with pytest.raises(EXPECTED, match=f"{path} has changed since it was opened; nothing is recorded"):
+            finetune_imagenet.main(words)
+    assert not (tmp_path / "r.csv").exists()
+    checkpoints = [torch.load(file, weights_only=True) for file in tmp_path.rglob("checkpoint.pt")]
+    assert {len(checkpoint["history"]) for checkpoint in checkpoints} == {1}
+    os.replace(kept, path)
+    assert finetune_imagenet.main(words) == 0
+    assert {row["times_resumed"] for row in rows_of(tmp_path / "r.csv")} == {"1"}
+
+
+@CHANGES
+@pytest.mark.parametrize("use", NEIGHBOURS)
+def test_embeddings_of_neighbours_may_change_when_they_are_in_memory_and_not_before(use, change, tmp_path):
+    path = scripts.embeddings(tmp_path / "e.pt")
+    kept = shutil.copy2(path, tmp_path / "kept.pt")
+    words = shlex.split(f"-d {path} {NEIGHBOURS[use]} {MACHINE} --results")
+    assert train_knn.main([*words, str(tmp_path / "undisturbed" / "r.csv")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        change_before(patch, train_knn, "load_all", 0, change, path)
+        with pytest.raises(EXPECTED, match=f"{path} has changed since it was opened; nothing is recorded"):
+            train_knn.main([*words, str(tmp_path / "r.csv")])
+    assert not (tmp_path / "r.csv").exists()
+    os.replace(kept, path)
+    with pytest.MonkeyPatch.context() as patch:
+        change_before(patch, train_knn, "evaluate", 0, change, path)
+        assert train_knn.main([*words, str(tmp_path / "r.csv")]) == 0
+    assert outcome(tmp_path / "r.csv") == outcome(tmp_path / "undisturbed" / "r.csv")
+
+
+@pytest.mark.parametrize("script", [finetune_imagenet, train_knn], ids=name_of)
+def test_embeddings_that_change_before_a_finished_run_is_recorded_give_no_row(script, tmp_path, monkeypatch):
+    path = scripts.embeddings(tmp_path / "e.pt")
+    words = f"-d {path} --method softmax_cross_entropy --n_epochs 1 --batch_size 20 {MACHINE}".split()
+    words += ["--results", str(tmp_path / "r.csv")]
+    assert script.main(words) == 0
+    (tmp_path / "r.csv").unlink()
+    change_before(monkeypatch, script.Run, "start", 0, overwrite, path)
+    with pytest.raises(EXPECTED, match=f"{path} has changed since it was opened; nothing is recorded"):
+        script.main(words)
+    assert not (tmp_path / "r.csv").exists()
 
 
 def test_a_password_and_a_signature_stand_nowhere(tmp_path, capsys):

@@ -91,7 +91,7 @@ def config_of(script: str, words: list[str], num_rows: int = 2000) -> dict:
         return train_beam_search.configuration(args, 0)
     protocol = {runs.IMAGENET: IMAGENET_1K, runs.IMAGENET_21K: IMAGENET_21K}[script]
     labels = torch.zeros(num_rows, dtype=torch.long)
-    data = Embeddings(Path("heads.pt"), {"train": Split(labels.unsqueeze(1), labels)}, 100, {})
+    data = Embeddings(Path("heads.pt"), {"train": Split(labels.unsqueeze(1), labels)}, 100, {}, stamp=[])
     rows = finetune_imagenet.choose_rows(data, args, protocol)
     return finetune_imagenet.configuration(args, 0, protocol, finetune_imagenet.Source(data, rows, {}))
 
