@@ -1,6 +1,7 @@
 """Files that are replaced whole and never edited, and the lock of a folder. Nothing here loads PyTorch."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     path = path.resolve()
     check_replaceable(path)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = temporary_of(path)
     try:
+        delete_leftovers(path)
         with temporary.open("wb") as file:
             yield file
             file.flush()
@@ -33,6 +35,31 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise OSError(
             f"cannot write {path} ({reason}; {free:,} bytes are free): make room, and give the same command again"
         ) from None
+
+
+def temporary_of(path: Path) -> Path:
+    """The hidden file beside a path that this process writes first, which is no file of the user's."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def delete_leftovers(path: Path) -> None:
+    """Delete the temporary files of a path whose processes were killed."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.tmp")
+    for file in path.parent.iterdir():
+        found = pattern.fullmatch(file.name)
+        if found is not None and not is_running(int(found[1])):
+            file.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    """Whether this machine has a process of this number."""
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
 
 
 def check_replaceable(path: Path) -> None:

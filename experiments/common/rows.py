@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from experiments.common.files import replace_file
+from experiments.common.files import replace_file, temporary_of
 from experiments.common.settings import SETTINGS, cell
 
 
@@ -66,7 +66,7 @@ def locked(path: Path) -> Iterator[Path]:
     file = path.resolve()  # which another command may name
     with FileLock(f"{file}.lock"):
         # Over NFS, a new file in the folder refreshes this machine's cache of the others.
-        fresh = file.with_name(f"{file.name}.tmp")
+        fresh = temporary_of(file)
         fresh.touch()
         fresh.unlink()
         yield file
