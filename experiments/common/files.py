@@ -13,7 +13,9 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes a path's place at the end, whole or not at all; the target of a link is replaced.
+    """Open a new file that takes a path's place at the end, whole or not at all, with the mode of the one before.
+
+    The target of a link is replaced.
 
     Raises:
         OSError: the disk is full, or the path is a folder, a pipe or a device such as /dev/null.
@@ -24,6 +26,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         delete_leftovers(path)
         with temporary.open("wb") as file:
+            if path.exists():
+                shutil.copymode(path, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())

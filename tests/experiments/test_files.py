@@ -73,3 +73,28 @@ def test_two_processes_that_write_a_file_at_once_do_not_disturb_each_other(tmp_p
         assert path.read_text() == "new"
     assert path.read_text() == "one"
     assert names_in(tmp_path) == {"r.csv"}
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o660, 0o755])
+@pytest.mark.parametrize("write", [replace, add_row])
+def test_a_file_that_is_replaced_keeps_its_mode(write, mode, tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_text("run_id\nb\n")
+    path.chmod(mode)
+    link = tmp_path / "link.csv"
+    link.symlink_to(path)
+    for name in (path, link):
+        write(name)
+        assert path.stat().st_mode & 0o777 == mode
+
+
+def test_nobody_reads_a_private_file_while_it_is_written_and_a_new_file_has_the_usual_mode(tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_text("old")
+    path.chmod(0o600)
+    with replacing(path):
+        modes = {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {0o600}
+    replace(tmp_path / "new.csv")
+    (tmp_path / "usual.csv").touch()
+    assert (tmp_path / "new.csv").stat().st_mode == (tmp_path / "usual.csv").stat().st_mode
