@@ -103,14 +103,19 @@ class Run:
             self.release()
             return False
         check_replaceable(self.results)
-        config = {"run_id": self.name, "results": self.results.name}
-        config |= self.columns
-        config |= {name: values[-1] for name, values in self.machine.items()}
-        config |= self.info
-        replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
+        if not (self.folder / "config.json").exists():  # that of a run which continues has its earlier machines
+            self._write_config()
         if self.processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.processes.device)
         return True
+
+    def _write_config(self) -> None:
+        """Write what the row will have of the settings, the machines and the commits."""
+        config = {"run_id": self.name, "results": self.results.name}
+        config |= self.columns
+        config |= {name: in_order(name, values) for name, values in self.machine.items()}
+        config |= self.info
+        replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
 
     def _is_recorded(self) -> bool:
         if self.config["force"]:
@@ -142,6 +147,8 @@ class Run:
             start = f"continuing after {self.clock} {self.done}"
             if saved["training"] is None:
                 start = f"finished after {self.clock} {self.done}, and not trained again (--force trains it)"
+        if self.processes.is_first:
+            self._write_config()
         self.processes.print(f"{self.name}: {start} on {self.processes.device}, {torch.get_num_threads()} threads")
 
     def _read_checkpoint(self) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """What holds for each training script: its row, a second and a forced time, seeds, locks, damage, refusals."""
 
+import contextlib
+import json
 import re
 import resource
 import shlex
@@ -9,9 +11,11 @@ import torch
 from filelock import FileLock
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import provenance
 from experiments.common.door import EXPECTED
 from experiments.common.rows import read_rows
-from experiments.common.settings import identifying
+from experiments.common.run import Run
+from experiments.common.settings import cell, identifying
 from experiments.common.torch_files import save_torch_file
 from tests.experiments import scripts
 from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
@@ -62,6 +66,47 @@ def test_force_repeats_the_run_with_the_same_bits(run, script, tmp_path):
     assert outcome(tmp_path / "r.csv") == first
     assert [row["times_resumed"] for row in again] == ["0"] * len(rows)
     assert {row["started_utc"] for row in again}.isdisjoint({row["started_utc"] for row in rows})
+
+
+class Stopped(Exception):
+    """As by a time limit."""
+
+
+@each_script
+def test_the_configuration_of_a_run_that_continued_elsewhere_says_what_its_row_says(run, script, tmp_path, monkeypatch):
+    """Also between the start of a command and the training, where it may be killed once more."""
+
+    def stop(*_, **others) -> None:
+        raise Stopped
+
+    def write_and_stop(run, last: bool, real=Run._write_checkpoint) -> None:
+        real(run, last)
+        if "pretrained" not in run.name:
+            raise Stopped
+
+    def on(device: str, **methods) -> None:
+        """Start the command on a device, until one of these methods of Run stops it."""
+        with monkeypatch.context() as patch, contextlib.suppress(Stopped):
+            patch.setattr(provenance, "device_name", lambda _: device)
+            for name, method in methods.items():
+                patch.setattr(Run, name, method)
+            run(script)
+
+    on("Xeon", resume=stop)  # before there is anything to continue
+    on("Xeon", _write_checkpoint=write_and_stop)
+    paths = [path for path in tmp_path.glob("runs/*/config.json") if "pretrained" not in path.parent.name]
+    assert len(paths) == len(list(tmp_path.glob("runs/*"))) - (script is train_beam_search)
+    before = [path.read_text() for path in paths]
+    on("EPYC", resume=stop)
+    assert [path.read_text() for path in paths] == before
+    on("EPYC")
+    rows = rows_of(tmp_path / "r.csv")
+    for row in rows:
+        config = json.loads((tmp_path / "runs" / row["run_id"] / "config.json").read_text())
+        assert {"device_name", "git_commit", "times_resumed", "seed"} <= config.keys() & row.keys()
+        for name in config.keys() & row.keys():
+            assert cell(config[name]) == row[name], name
+    assert ("Xeon, then EPYC", "1") in {(row["device_name"], row["times_resumed"]) for row in rows}
 
 
 @each_script
