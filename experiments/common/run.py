@@ -176,17 +176,22 @@ class Run:
                 f"the checkpoint in {self.folder} is of another version of this code ({reason(error)}): delete that "
                 "folder to start anew"
             ) from None
-        commits = provenance.joined(saved["info"]["git_commit"], self.info["git_commit"])
         self.history = saved["history"]
-        self.info = saved["info"]
+        earlier = saved.get("machine", {})
+        if saved["training"] is None:  # nothing is trained by this command
+            self.info = saved["info"]
+            self.machine |= earlier
+        else:
+            self._add_part(saved["info"], earlier)
+
+    def _add_part(self, info: dict[str, Any], machine: Mapping[str, list[Any]]) -> None:
+        """Join this part of the training to the earlier ones, of which a checkpoint has info and machine."""
+        commits = provenance.joined(info["git_commit"], self.info["git_commit"])
+        self.info = info
         self.info["times_resumed"] += 1
         self.info["git_commit"] = commits
-        self._add_parts(saved.get("machine", {}), trained_again=saved["training"] is not None)
-
-    def _add_parts(self, earlier: Mapping[str, list[Any]], trained_again: bool) -> None:
-        """Put the earlier parts of the training before this one, which is none if nothing is trained again."""
-        for name, values in earlier.items():
-            if trained_again and values[-1:] != self.machine[name]:
+        for name, values in machine.items():
+            if values[-1:] != self.machine[name]:
                 values = values + self.machine[name]
             self.machine[name] = values
 

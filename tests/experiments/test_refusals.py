@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from experiments import finetune_imagenet, train_cifar100, train_knn
-from experiments.common import door, flags
+from experiments.common import door, flags, provenance
 from experiments.common.door import EXPECTED
 from experiments.common.paths import PAPER, REPOSITORY
 from experiments.common.processes import Processes
@@ -222,14 +222,35 @@ def test_a_checkpoint_of_another_run_is_refused(train, tmp_path, whose):
 
 def test_a_finished_checkpoint_makes_a_row_that_says_so_and_is_trained_again_with_force(train, tmp_path, capsys):
     (first,) = train()
-    for more, times in (("", "1"), ("--force", "0")):
+    for more in ("", "--force"):
         (tmp_path / "r.csv").unlink()
         capsys.readouterr()
         (row,) = train(more)
         assert ("not trained again (--force trains it)" in capsys.readouterr().out) == (more == "")
-        assert row["times_resumed"] == times
+        assert row["times_resumed"] == "0"
         assert (row["started_utc"] == first["started_utc"]) == (more == "")
         assert row["last_train_loss"] == first["last_train_loss"]
+
+
+@each_script
+def test_only_what_trained_a_run_adds_to_its_commits_machines_and_continuations(script, tmp_path, monkeypatch):
+    """The same commands record the rows of finished runs again, at another commit and on another machine."""
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
+    scripts.embeddings(tmp_path / "e.pt")
+    words = words_of(script, tmp_path, tmp_path / "r.csv")
+    rows = []
+    for number in "123":
+        monkeypatch.setattr(provenance, "git_commit", lambda number=number: number)
+        monkeypatch.setattr(provenance, "device_name", lambda _, number=number: number)
+        assert script.main(words) == 0
+        rows.append([{**row, "finished_utc": ""} for row in rows_of(tmp_path / "r.csv")])
+        (tmp_path / "r.csv").unlink()
+    for row in rows[0]:
+        assert (row["git_commit"], row["device_name"], row["times_resumed"]) == ("1", "1", "0")
+    for again in rows[1:]:
+        for row, first in zip(again, rows[0], strict=True):
+            differing = {name for name in row if row[name] != first[name]}
+            assert differing <= {"eval_seconds"}  # beam search evaluates test words when it records
 
 
 # Values.
