@@ -146,7 +146,8 @@ class Run:
             self._load(saved)
             start = f"continuing after {self.clock} {self.done}"
             if saved["training"] is None:
-                start = f"finished after {self.clock} {self.done}, and not trained again (--force trains it)"
+                advice = f"to train it delete {self.folder} and give --force"
+                start = f"finished after {self.clock} {self.done}, and not trained again ({advice})"
         if self.processes.is_first:
             self._write_config()
         self.processes.print(f"{self.name}: {start} on {self.processes.device}, {torch.get_num_threads()} threads")

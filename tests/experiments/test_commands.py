@@ -5,6 +5,7 @@ import json
 import re
 import resource
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -343,6 +344,24 @@ def test_arms_of_a_seed_share_their_pretraining(run, tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 1 + len(arms)
     histories = [(tmp_path / "runs" / row["pretrained"] / "updates.csv").read_text() for row in rows]
     assert len(set(histories)) == 1
+
+
+@each_script
+def test_what_a_command_says_of_training_a_finished_run_again_is_true(run, script, tmp_path, capsys):
+    """Also of a pretraining, which --force alone does not repeat."""
+    run(script)
+    if script is not train_beam_search:
+        (tmp_path / "r.csv").unlink()
+    capsys.readouterr()
+    run(script, "--force" if script is train_beam_search else "")
+    advice = re.compile(r"^(\S+): finished after .* not trained again \(to train it delete (.*) and give --force\) on ")
+    found = [match for match in map(advice.match, capsys.readouterr().out.splitlines()) if match]
+    assert found
+    for match in found:
+        shutil.rmtree(match[2])
+    run(script, "--force")
+    printed = capsys.readouterr().out
+    assert all(f"{match[1]}: starting on" in printed for match in found)
 
 
 def test_an_arm_names_the_commit_of_its_pretraining(run, tmp_path):
