@@ -121,8 +121,8 @@ def typed(name: str, cells: pd.Series) -> pd.Series:
             return cells.map(short_list)
         if kind in (int, float):
             return numbers(cells)
-        if kind is settings.number_or_text:
-            return cells.map(short_number)
+        if kind is settings.inverse_temperature:
+            return cells.map(short_temperature)
         return cells
     if name in TEXT:
         return cells
@@ -152,6 +152,11 @@ def short_number(cell: str) -> str:
         return f"{float(cell):g}"
     except ValueError:
         return cell
+
+
+def short_temperature(cell: str) -> str:
+    """An inverse temperature, or the two of a schedule, with the digits that it needs."""
+    return ":".join(short_number(word) for word in cell.split(":"))
 
 
 def short_list(cell: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.paths import PAPER, REPOSITORY, RESULTS, ROOT
+from experiments.common.settings import inverse_temperature
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
 from topk_losses.checks import nearest_choice
 from topk_losses.methods import ABBREVIATIONS, register_entry_points
@@ -77,13 +78,10 @@ def results_file(text: str) -> Path:
 
 def temperature(text: str) -> float | str:
     """A positive number, "auto", or the two ends of a schedule such as "0.25:4"."""
-    if text == "auto":
-        return text
-    positive = number(float, 1e-30, 1e30)
-    if ":" not in text:
-        return positive(text)
-    start, end = text.split(":", 1)
-    return f"{positive(start):g}:{positive(end):g}"
+    try:
+        return inverse_temperature(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{error}, got {text}") from None
 
 
 def method_among(names: Iterable[str]) -> Callable[[str], str]:

@@ -45,6 +45,8 @@ KNN = "train_knn"
 BEAM = "train_beam_search"
 UNTRAINED = ("inputs", "pca")  # methods of KNN: neighbours of the inputs, of their principal components
 PRETRAINING = "pretraining"  # the pretraining that arms of beam search share
+LOWEST = 1e-30  # of inverse temperatures: float32 holds these
+HIGHEST = 1e30
 LONGEST_READABLE = 200  # characters of a run's name before its hash: file systems allow names of 255
 ALL = (CIFAR, HEADS, KNN, BEAM)
 
@@ -70,12 +72,19 @@ def source(cell: str) -> Path | str:
     return Path(cell)
 
 
-def number_or_text(cell: str) -> float | str:
-    """An inverse temperature: a number, "auto", or a schedule such as "0.25:4"."""
-    try:
-        return float(cell)
-    except ValueError:
+def inverse_temperature(cell: str) -> float | str:
+    """A number, "auto", or a schedule such as "0.25:4", whose ends have one spelling. Raises ValueError."""
+    if cell == "auto":
         return cell
+    try:
+        numbers = [float(word) for word in cell.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(LOWEST <= number <= HIGHEST for number in numbers):
+        raise ValueError(f"it must be a number from {LOWEST:g} to {HIGHEST:g}, auto, or two numbers as in 0.25:4")
+    if len(numbers) == 1:
+        return numbers[0]
+    return ":".join(f"{number:g}" for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ SETTINGS = (
     Setting("method", LOSS, str, "--method", ALL),
     Setting("p_k", LOSS, floats, "--p_k", (CIFAR, HEADS, BEAM)),
     Setting("m", LOSS, int, "--m", (CIFAR, HEADS, BEAM)),
-    Setting("inverse_temperature", LOSS, number_or_text, "--inverse_temperature", ALL),
+    Setting("inverse_temperature", LOSS, inverse_temperature, "--inverse_temperature", ALL),
     Setting("distribution", LOSS, str, "--distribution", ALL),
     Setting("art_lambda", LOSS, float, "--art_lambda", ALL),
     Setting("top1_mode", LOSS, str, "--top1_mode", (CIFAR, HEADS, BEAM)),

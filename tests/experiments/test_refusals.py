@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -263,6 +264,49 @@ def test_values_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(words.split())
     assert "is not between" in capsys.readouterr().err
+
+
+NO_TEMPERATURES = (
+    "01:04:00",
+    "1:4:2",
+    "cold",
+    "default",
+    "1:",
+    ":4",
+    ":",
+    "0",
+    "-1",
+    "1:0",
+    "nan",
+    "1:nan",
+    "inf",
+    "1e999:1",
+)
+TEMPERATURES = {"2": 2.0, "2.0": 2.0, "auto": "auto", "0.25:4": "0.25:4", ".250:4.0": "0.25:4", "1.0:4.0": "1:4"}
+
+
+@pytest.mark.parametrize("cell", NO_TEMPERATURES)
+def test_what_is_no_inverse_temperature_is_refused_in_a_row_and_as_a_flag(cell, tmp_path, capsys):
+    """A spreadsheet makes 01:04:00 of 1:4."""
+    path = tmp_path / "r.csv"
+    path.write_text(f"run_id,inverse_temperature\na,1\nb,{cell}\n")
+    with pytest.raises(ValueError, match=rf"line 3 of .*: inverse_temperature is '{cell}'.* a number .*auto.* 0\.25:4"):
+        read_rows(path)
+    with pytest.raises(SystemExit):
+        train_cifar100.parse_arguments(["--method", "softsort", f"--inverse_temperature={cell}"])
+    assert re.search(rf"--inverse_temperature: .* a number .*auto.* 0\.25:4, got {cell}\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("cell", TEMPERATURES)
+def test_an_inverse_temperature_is_the_same_in_each_spelling_in_a_row_and_as_a_flag(cell, tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_text(f"run_id,inverse_temperature\na,{cell}\nb,\n")
+    row, without = read_rows(path)
+    setting = BY_NAME["inverse_temperature"]
+    assert setting.parse(row["inverse_temperature"]) == TEMPERATURES[cell]
+    assert setting.parse(without["inverse_temperature"]) is None
+    args = train_cifar100.parse_arguments(["--method", "softsort", "--inverse_temperature", cell])
+    assert args.inverse_temperature == TEMPERATURES[cell]
 
 
 # Linear classifiers.

@@ -25,7 +25,7 @@ from tests.scripts.trained import EVEN, changed, rows_of
 
 RESULTS = REPOSITORY
 IDENTITY = [item.name for item in registry.identifying(registry.CIFAR)]
-OTHER = {int: "7", float: "0.3", registry.number_or_text: "0.3", registry.boolean: "true"}  # a cell of each kind
+OTHER = {int: "7", float: "0.3", registry.inverse_temperature: "0.3", registry.boolean: "true"}  # a cell of each kind
 IMAGENET = {"batch_size": "500", "n_epochs": "20", "lr": "3.1622776601683795e-05", "nloglr": "4.5", "eval_freq": "100"}
 IMAGENET |= {"backbone": "resnext101_32x48d_wsl", "resolution": "320", "num_valid": "50000", "num_classes": "1000"}
 
@@ -431,6 +431,18 @@ def temperatures(row):
         *run("1.0", "1.0", (0,), (0.6, 0.7), (0.3, 0.5), m=16),
         *run("1.0", "1.0", (0,), (0.9, 0.9), (0.1, 0.1), n_epochs=9),  # another experiment, and a line of its own
     ]
+
+
+@pytest.mark.parametrize("spellings", [("1:4", "1.0:4.0"), ("2", "2.0")])
+def test_the_spellings_of_an_inverse_temperature_are_one_setting(made, row, spellings):
+    own = row("temperature", inverse_temperature="0.1:5")
+    rows = []
+    for seed, spelling in enumerate(spellings):
+        rows.append(changed(own, inverse_temperature=spelling, seed=seed, order_seed=seed))
+    text = made(rows)[1]
+    (line,) = cells(text, "lml")
+    assert line["seeds"] == "2"
+    assert f"inverse_temperature {spellings[0]}" in text
 
 
 def test_of_temperatures_validation_chooses_test_reports_and_other_settings_are_other_lines(

@@ -119,7 +119,7 @@ def losses_of(script: str) -> list[str]:
 
 COMMANDS = [f"{script} {loss}" for script in PARSE for loss in losses_of(script)]
 OTHERS = {settings.boolean: "true", settings.floats: "0.7 0.3", int: "7", float: "0.7", settings.integers: "7"}
-OTHERS[settings.number_or_text] = "0.7"
+OTHERS[settings.inverse_temperature] = "0.7"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -201,6 +201,15 @@ def test_the_command_that_repeats_a_row_finds_it_and_no_other(file):
         run = parse_flags(command_of(row))
         run["seed"] = run["seed"][0]
         assert index.find(run) == [number], row["run_id"]
+
+
+@pytest.mark.parametrize("spellings", [("1:4", "1.0:4.0"), ("0.25:4", ".25:4."), ("2", "2.00"), ("1e3:1", "1000:1.0")])
+def test_a_row_is_found_by_its_inverse_temperature_in_each_spelling(spellings):
+    for spelling in spellings:
+        row = {"method": "softsort", "p_k": "1", "inverse_temperature": spelling}
+        for other in spellings:
+            assert RunIndex([row]).find(parse_flags(f"--method softsort --p_k 1 --inverse_temperature {other}")) == [0]
+        assert RunIndex([row]).find(parse_flags("--method softsort --p_k 1 --inverse_temperature 1:5")) == []
 
 
 def test_a_row_with_an_optional_setting_is_not_the_run_without_it():
