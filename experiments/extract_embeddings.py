@@ -33,7 +33,7 @@ from data.images import ImageFolder, Pixels, UnreadableImage, find_splits, open_
 from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
-from experiments.common.files import lock_folder
+from experiments.common.files import allocate, lock_folder
 from experiments.common.processes import Processes
 from experiments.common.run import load_checkpoint
 from experiments.common.torch_files import save_torch_file
@@ -319,7 +319,11 @@ def extract_shard(
 
 
 def merge(parts: Path, shards: list[Shard], splits: list[str]) -> dict[str, Tensor]:
-    """Join the shards to the tensors of the output file. They lie in files, so that no set is too large for memory."""
+    """Join the shards to the tensors of the output file. They lie in files, so that no set is too large for memory.
+
+    Raises:
+        OSError: the disk is full.
+    """
     content = {}
     for name in splits:
         loaded = []
@@ -329,7 +333,9 @@ def merge(parts: Path, shards: list[Shard], splits: list[str]) -> dict[str, Tens
         labels = torch.cat([part["labels"] for part in loaded])
         dim = loaded[0]["embeddings"].shape[1]
         dtype = loaded[0]["embeddings"].dtype
-        whole = torch.from_file(str(parts / f"{name}.bin"), shared=True, size=len(labels) * dim, dtype=dtype)
+        file = parts / f"{name}.bin"
+        allocate(file, len(labels) * dim * dtype.itemsize)
+        whole = torch.from_file(str(file), shared=True, size=len(labels) * dim, dtype=dtype)
         embeddings = whole.view(len(labels), dim)
         torch.cat([part["embeddings"] for part in loaded], out=embeddings)
         content[f"{name}_embeddings"] = embeddings

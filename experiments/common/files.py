@@ -34,11 +34,32 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save says that the disk is full
         temporary.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            f"cannot write {path} ({reason}; {free:,} bytes are free): make room, and give the same command again"
-        ) from None
+        raise cannot_write(path, error) from None
+
+
+def allocate(path: Path, num_bytes: int) -> None:
+    """Make a file of zeros, to be mapped, for which the disk has room: a page for which it has none ends the process.
+
+    Raises:
+        OSError: the disk is full. A system without posix_fallocate is not asked.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: Exception) -> OSError:
+    """The error of a file that the disk does not take, with what to do."""
+    reason = str(error).splitlines()[0]
+    free = shutil.disk_usage(path.parent).free
+    return OSError(
+        f"cannot write {path} ({reason}; {free:,} bytes are free): make room, and give the same command again"
+    )
 
 
 def temporary_of(path: Path) -> Path:

@@ -173,6 +173,39 @@ def test_a_worker_s_batches_hold_no_files_open(tmp_path):
     assert len(load_embeddings(tmp_path / "e.pt")["train"]) == 1437
 
 
+DIGITS = f"--dataset digits {QUICK.replace('--shard_rows 3', '--shard_rows 300')}"
+
+
+def test_a_disk_that_is_full_when_the_shards_are_joined_is_a_sentence_and_the_command_continues(tmp_path, capsys):
+    """The system refuses files above 200 KB, as a full disk refuses any: each shard has 60 KB, and all train 280."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(EXPECTED, match=r"cannot write .*e.pt.parts/train.bin .*bytes are free.*same command again"):
+            extract("--output", tmp_path / "e.pt", flags=DIGITS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.rglob("*.bin"))  # it would keep the disk full
+    capsys.readouterr()
+    extract("--output", tmp_path / "e.pt", flags=DIGITS)
+    assert "of which 0 are to be made" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system does not allocate files")
+def test_the_disk_has_room_for_the_joined_shards_before_they_are_mapped(tmp_path, monkeypatch):
+    """A page of a mapped file for which there is none would end the process without a word."""
+    real = torch.from_file
+    allocated = []
+
+    def from_file(name: str, size: int, dtype: torch.dtype, **options) -> torch.Tensor:
+        allocated.append(os.stat(name).st_blocks * 512 >= size * dtype.itemsize)
+        return real(name, size=size, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "from_file", from_file)
+    extract("--output", tmp_path / "e.pt", flags=DIGITS)
+    assert allocated == [True, True]  # of train and test
+
+
 def test_features_that_the_type_cannot_hold_are_refused(images, tmp_path):
     network = timm.create_model("test_resnet", pretrained=False)
     state = network.state_dict()
