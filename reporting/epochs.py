@@ -23,12 +23,17 @@ def with_means(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
     mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. The same for top-5.
 
     Raises:
-        ValueError: an epoch stands after a later one.
+        ValueError: the epochs of a run are not 1, 2, 3, ..., of which a mean would be of others than the last ones.
     """
     table = runs.astype({"epoch": int})
     by_run = table.groupby("run_id")
-    if (by_run["epoch"].diff() <= 0).any():
-        raise ValueError(f"{path} has an epoch after a later one; gather it again by scripts/epochs.py")
+    is_other = table["epoch"] != by_run.cumcount() + 1
+    if is_other.any():
+        first = table[is_other].iloc[0]
+        raise ValueError(
+            f"{path}: the epochs of {first['run_id']} are not 1, 2, 3, ...: {first['epoch']} stands in another place; "
+            "gather them again by scripts/epochs.py"
+        )
     for metric, valid in zip(METRICS, VALID):
         table[f"mean_{metric}"] = by_run[metric].transform(mean_of_window)
         best = by_run[valid].cummax()

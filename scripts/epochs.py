@@ -4,8 +4,8 @@
     python scripts/epochs.py results/table1.csv --runs FOLDER          # the runs of another clone
 
 A table's runs are those of its rows, and those that write to it; a row without epochs is named. Runs that the file has
-already stay, with columns of your own, unless the folder has more of their epochs. A run folder that cannot be read is
-named and left out. Accuracies are fractions.
+already stay, with columns of your own, unless the folder has more of their epochs, or as many others. A run folder that
+cannot be read is named and left out. Accuracies are fractions.
 """
 
 import argparse
@@ -63,11 +63,16 @@ def found_in(runs: Path, results: str, run_ids: Collection[str]) -> list[list[Ro
     return found
 
 
-def by_run(rows: list[Row]) -> list[list[Row]]:
+def by_run(rows: list[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["run_id"], []).append(row)
-    return list(groups.values())
+    return groups
+
+
+def is_same(rows: list[Row], before: list[Row]) -> bool:
+    """Whether the epochs of a folder are those of a file, which may have more columns."""
+    return all(own.items() <= row.items() for own, row in zip(rows, before))
 
 
 def gather(results: Path, runs: Path) -> str:
@@ -82,17 +87,23 @@ def gather(results: Path, runs: Path) -> str:
         raise ValueError(f"{runs} holds no run that writes to {results.name}; name its folder by --runs")
     output = results.with_stem(f"{results.stem}_epochs")
     with locked(output):
-        longest: dict[str, list[Row]] = {}
-        for rows in sorted([*found, *by_run(read_rows(output))], key=len):  # of equals the known one stays
-            longest[rows[0]["run_id"]] = rows
+        known = by_run(read_rows(output))
+        for rows in found:
+            run_id = rows[0]["run_id"]
+            before = known.get(run_id, [])
+            if len(rows) > len(before):
+                known[run_id] = rows
+            elif len(rows) == len(before) and not is_same(rows, before):
+                known[run_id] = rows
+                print(f"note: {run_id} has other epochs in {runs}: they replace those of {output}", file=sys.stderr)
         table = []
-        for run_id in sorted(longest):
-            table += longest[run_id]
+        for run_id in sorted(known):
+            table += known[run_id]
         write_rows(output, in_order(table))
     for run_id in run_ids:
-        if run_id not in longest:
+        if run_id not in known:
             print(f"note: {runs} has no epochs of {run_id}, whose row is in {results}", file=sys.stderr)
-    counts = [f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())]
+    counts = [f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(known.items())]
     return f"{output}: {', '.join(counts)}"
 
 

@@ -163,11 +163,26 @@ def test_settings_of_one_method_are_lines_of_their_own(write_run, tmp_path, caps
     assert gains == [["splitter_selection", p_k, "25", "2", gain] for p_k, gain in shown]
 
 
-def test_epochs_that_fall_get_a_sentence(write_run, tmp_path):
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1], [0, 2], [1, 2]])
+def test_epochs_that_are_not_each_in_its_turn_get_a_sentence(order, write_run, tmp_path):
+    """A mean over the last ones would be one of others."""
     write_run("a", 3, flags=TABLE1)
     epochs.main([str(tmp_path / "table1.csv")])
     path = tmp_path / "table1_epochs.csv"
     header, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([header, *lines[::-1]]) + "\n")
-    with pytest.raises(ValueError, match="has an epoch after a later one; gather it again"):
+    path.write_text("\n".join([header, *[lines[place] for place in order]]) + "\n")
+    with pytest.raises(ValueError, match=r"the epochs of a are not 1, 2, 3, .*; gather them again"):
         report.main([str(path)])
+
+
+def test_a_repetition_of_as_many_epochs_takes_the_place_of_the_former_run_and_says_so(write_run, tmp_path, capsys):
+    write_run("a", 3, flags=TABLE1)
+    write_run("b", 3, flags=TABLE1)
+    for accuracy in (0.25, 0.25, 0.75):
+        write_run("a", 3, flags=TABLE1, test_top1=lambda _, accuracy=accuracy: accuracy)
+        epochs.main([str(tmp_path / "table1.csv")])
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 1
+    assert messages[0].startswith("note: a has other epochs in ")
+    found = {row["run_id"]: row["test_top1"] for row in rows_of(tmp_path / "table1_epochs.csv")}
+    assert found == {"a": "0.75", "b": "0.5"}
