@@ -1,6 +1,7 @@
 """Files that are replaced whole and never edited, and the lock of a folder. Nothing here loads PyTorch."""
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -64,12 +65,12 @@ def cannot_write(path: Path, error: Exception) -> OSError:
 
 def temporary_of(path: Path) -> Path:
     """The hidden file beside a path that this process writes first, which is no file of the user's."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
 
 
 def delete_leftovers(path: Path) -> None:
-    """Delete the temporary files of a path whose processes were killed."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.tmp")
+    """Delete the temporary files of a path whose processes, of this machine, were killed."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(platform.node())}\.(\d{{1,9}})\.tmp")
     for file in path.parent.iterdir():
         found = pattern.fullmatch(file.name)
         if found is not None and not is_running(int(found[1])):

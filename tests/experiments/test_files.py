@@ -11,7 +11,15 @@ from experiments.common.files import replace_file, replacing
 from experiments.common.rows import locked, write_rows
 
 FORKS = multiprocessing.get_context("fork")
-USERS = ("r.csv.tmp", ".r.csv.tmp", "r.csv.1.tmp", ".r.csv.notes.tmp", ".r.csv.99999999999999999999.tmp", "r.csv~")
+USERS = (
+    "r.csv.tmp",
+    ".r.csv.tmp",
+    "r.csv.1.tmp",
+    ".r.csv.another-machine.1.tmp",
+    ".r.csv.notes.tmp",
+    ".r.csv.99999999999999999999.tmp",
+    "r.csv~",
+)
 
 
 def replace(path: Path) -> None:

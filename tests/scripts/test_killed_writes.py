@@ -5,6 +5,7 @@ The system kills a process that writes more than so many bytes into one file: so
 
 import csv
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_a_kill_inside_a_write_leaves_the_old_file_or_the_new_one(trained, tmp_p
     assert done.stdout.split() == [cell(SIGXFSZ)] * len(calls), done.stderr[-2000:]
     for written, folder, kept in checks:
         (left,) = folder.rglob("*.tmp")
-        assert re.fullmatch(rf"\.{re.escape(written)}\.\d+\.tmp", left.name)
+        assert re.fullmatch(rf"\.{re.escape(written)}\.{re.escape(platform.node())}\.\d+\.tmp", left.name)
         for file, content in kept.items():
             assert (folder / file).read_bytes() == content.encode(), (folder, file)
         others = [path for path in folder.rglob("*.*") if path.suffix in (".csv", ".json", ".pt")]
