@@ -24,7 +24,7 @@ SCRIPTS: dict[ModuleType, str] = {
     train_knn: "--dataset digits --limit_train 120 --batch_size 20 --num_candidates 20 --n_epochs 3 "
     "--method perturbed_topk --model mlp --dim 6 --hidden_dims 8",
     train_beam_search: "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 "
-    "--pretrain_updates 4 --n_updates 4 --eval_freq 2 --arm retain --method perturbed_topk",
+    "--pretrain_updates 4 --n_updates 6 --eval_freq 2 --arm retain --method perturbed_topk",
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
 MACHINE = "--device cpu --threads 1 --checkpoint_seconds 0"

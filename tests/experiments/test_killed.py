@@ -19,7 +19,7 @@ HEADS = "-d EMBEDDINGS --batch_size 25 --n_epochs 2 --eval_freq 2 --lr .01"
 KNN = "--dataset digits --limit_train 80 --batch_size 20 --num_candidates 20 --n_epochs 3 --model linear --k 3"
 BEAM = (
     "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 2 "
-    "--n_updates 2 --eval_freq 1"
+    "--n_updates 3 --eval_freq 1"
 )
 STATES = {
     **{name_of(script): (script, flags) for script, flags in SCRIPTS.items()},
