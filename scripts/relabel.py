@@ -34,6 +34,7 @@ from experiments.common.torch_files import save_torch_file
 OF_NOISE = ("among", "draw", "noisy_valid", "num_valid")  # flags of wrong labels
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 SPLIT_SEED = 0  # of the rows that validate
+ADVICE = "delete or rename it"
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
 
 
@@ -242,7 +243,7 @@ def check_centers(data: Embeddings) -> None:
 
 
 def write(args: argparse.Namespace, replaces: bool) -> None:
-    """Write the file and what lies beside it.
+    """Write the file and what lies beside it. replaces: whether a file of other wrong labels gives way.
 
     Raises:
         ValueError: flags do not fit the file, or a file is there, which it does not replace.
@@ -256,7 +257,9 @@ def write(args: argparse.Namespace, replaces: bool) -> None:
     else:
         changed = with_classes(args, data)
     files = {**matrices, args.output: content | changed}
-    there = [path for path in files if path.exists() and not replaces]
+    there = [path for path in files if path.exists()]
+    if replaces and has_wrong_labels(args.output):
+        there = []
     for path in there:
         check_same(path, files[path])
     for path, wanted in files.items():
@@ -267,16 +270,30 @@ def write(args: argparse.Namespace, replaces: bool) -> None:
         print(f"wrote {path}")
 
 
+def has_wrong_labels(output: Path) -> bool:
+    """Whether an output is there that a call for wrong labels wrote, with the matrices beside it.
+
+    Raises:
+        ValueError: it is no torch file.
+    """
+    if not output.exists():
+        return False
+    content = load_torch_file(output, "a torch file", mapped=True, advice=f": {ADVICE}")
+    if not isinstance(content, dict) or not isinstance(content.get("info"), dict):
+        return False
+    return "matrices" in content["info"]
+
+
 def check_same(path: Path, wanted: Tensor | Mapping[str, Any]) -> None:
     """Raise ValueError if a file holds anything else than a matrix, or than the parts of a file of embeddings."""
-    found = load_torch_file(path, "a torch file", advice=": delete or rename it")
+    found = load_torch_file(path, "a torch file", advice=f": {ADVICE}")
     is_same = type(found) is type(wanted)
     if is_same and isinstance(wanted, Tensor):
         is_same = torch.equal(found, wanted)
     elif is_same:
         is_same = found.keys() == wanted.keys() and all(same_part(found[name], wanted[name]) for name in wanted)
     if not is_same:
-        raise ValueError(f"{path} is there, with other content: delete or rename it, or give another --output")
+        raise ValueError(f"{path} is there, with other content: {ADVICE}, or write to another place")
 
 
 def same_part(found: Any, wanted: Any) -> bool:

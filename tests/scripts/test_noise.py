@@ -1,7 +1,9 @@
 """The study of wrong labels: the labels that are written, equal trials of each loss, and which of them is chosen."""
 
 import itertools
+import re
 import shlex
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -334,6 +336,31 @@ def test_a_cached_file_of_labels_that_is_of_other_embeddings_is_written_again(ri
     assert is_written(words(other))
     assert not is_written(words(right[0]))
     assert not is_written(words(other, "--draw", "1"))
+
+
+def test_a_study_writes_its_labels_again_and_replaces_no_file_of_the_user(right, tmp_path):
+    """It writes again what relabel.py wrote of other embeddings."""
+    args = study.parse_arguments(["noise", str(right[0]), "--folder", str(tmp_path)])[0]
+    labels = noise.LABELS["blocks_.2"]
+    output = tmp_path / "blocks_.2.pt"
+    shutil.copy(right[0], tmp_path / "own.pt")
+    content = torch.load(right[0], weights_only=True)
+    torch.save(content | {"info": content["info"] | {"source": "folders"}}, tmp_path / "extracted.pt")
+    torch.save(torch.eye(CLASSES, dtype=torch.float64), tmp_path / "matrix.pt")
+    (tmp_path / "text.pt").write_text("of the user")
+    places = (output, *relabel.matrix_files(output).values())
+    for name, place in itertools.product(("own", "extracted", "matrix", "text"), places):
+        shutil.copy(tmp_path / f"{name}.pt", place)
+        with pytest.raises(ValueError, match=rf"{re.escape(str(place))} .*: delete or rename it"):
+            study.write_labels(labels, output, args)
+        assert sorted(tmp_path.glob("blocks*")) == [place]
+        assert place.read_bytes() == (tmp_path / f"{name}.pt").read_bytes()
+        place.unlink()
+    torch.save(content | {"train_embeddings": content["train_embeddings"] + 1}, tmp_path / "other.pt")
+    words = ["--label_noise", ".2", "--among", "5", "--noisy_valid", "--output", str(output)]
+    assert relabel.main([str(tmp_path / "other.pt"), *words]) == 0
+    study.write_labels(labels, output, args)
+    assert is_written([str(right[0]), *words])
 
 
 def test_labels_that_are_wrong_already_are_refused(right, tmp_path):
