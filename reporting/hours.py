@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.common import settings
 from reporting import markdown
 
 SAME_PASS = 0.01  # seconds: by less differ the rows of classifiers that are trained in one pass over the data
@@ -13,7 +14,7 @@ def passes_of(file: Path) -> pd.DataFrame:
     """The passes over the data of a results file: number of runs, seconds of all of them, device, threads on a CPU.
 
     Linear classifiers that are trained together have rows with the seconds of the whole pass. In older rows, which have
-    `num_heads`, all seeds are in one pass; today each seed has its own.
+    `num_heads`, all seeds are in one pass; today each seed has its own. A run of any other script is a pass.
     """
     rows = pd.read_csv(file, low_memory=False)
     found = pd.DataFrame({"seed": rows["seed"], "device": rows["device_name"], "runs": 1})
@@ -23,6 +24,7 @@ def passes_of(file: Path) -> pd.DataFrame:
         found["seed"] = 0
     found = found.sort_values(["seed", "seconds"])
     is_new = (found["seconds"].diff().abs() > SAME_PASS) | found["seed"].diff().ne(0)
+    is_new |= settings.script_of(dict.fromkeys(rows, "")) != settings.HEADS
     return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "threads": "first", "runs": "sum"})
 
 

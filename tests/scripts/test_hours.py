@@ -53,3 +53,14 @@ def test_hours_on_a_cpu_say_the_threads(write, trained, device, threads, expecte
 def test_passes_of_rows_as_scripts_write_them(trained):
     """heads.csv has six losses with two seeds, each seed in one pass."""
     assert list(passes_of(trained / "heads.csv")["runs"]) == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["cifar", "knn", "beam"])
+def test_networks_and_neighbours_share_no_pass(trained, tmp_path, name):
+    """However near their seconds are: twice the same, and a thousandth apart."""
+    row = rows_of(trained / f"{name}.csv")[0]
+    file = tmp_path / "rows.csv"
+    rows = [{**row, "train_seconds": seconds, "eval_seconds": 1} for seconds in (99.0, 99.0, 99.001)]
+    pd.DataFrame(rows).to_csv(file, index=False)
+    assert list(passes_of(file)["runs"]) == [1, 1, 1]
+    assert hours(file).startswith("Our rows: 3 runs on ")
