@@ -11,6 +11,8 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     baseline_name                   where it is not cross-entropy
     note                            stands behind the setting in tables
 
+In a study with trials the seeds of its finals count alone, none of which chose.
+
 A dagger marks a difference of linear classifiers whose interval excludes 0, and which Holm's method does not keep among
 all differences of the study of wrong labels, elsewhere among those of its file to the same baseline. From scratch there
 are three seeds at most, and no dagger.
@@ -29,6 +31,8 @@ from experiments.common.paths import REPOSITORY
 from reporting import epochs, markdown, noise
 from reporting.compare import Interval, holm, interval, p_value, paired
 from reporting.frames import METRICS, lines_of, read_runs
+from studies.catalog import study_of
+from studies.tuning import Tuned
 
 GAINS = ["Δ top-1", "Δ top-5"]
 RUNNER_UP = "_runner_up"  # ends the name of a file with final runs of another trial than the chosen one
@@ -95,6 +99,9 @@ def runs_that_meet(file: str, conditions: str) -> pd.DataFrame:
 def side(comparison: Comparison, file: str, conditions: str) -> pd.DataFrame:
     """The runs of a loss; at an epoch, their accuracies are those of the best validation epoch up to it."""
     runs = runs_that_meet(file, conditions)
+    study = study_of(file, REPOSITORY)
+    if isinstance(study, Tuned):  # trials may stand in the same file
+        runs = runs[runs["seed"].isin(study.finals.commands.seeds)]
     if not comparison.epoch:
         return runs
     runs = epochs.with_means(Path(file), runs)

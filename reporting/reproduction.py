@@ -318,7 +318,9 @@ class Side:
         trial = self.study.chosen(candidate, self.trials, split)
         if trial is None:
             return Chosen(None, self.runs.iloc[:0])
-        return Chosen(trial, self.runs.iloc[self.finals.numbers(trial)])
+        runs = self.runs.iloc[self.finals.numbers(trial)]
+        is_final = runs["seed"].isin(self.study.finals.commands.seeds)  # trials may stand in the same file
+        return Chosen(trial, runs[is_final])
 
 
 def values(chosen: Chosen, metric: str) -> pd.Series:

@@ -132,6 +132,20 @@ def test_commands_stand_below_their_lines_and_make_their_runs(file, yours):
         assert line["top-1 repository"].endswith(f"({len(seeds)})")
 
 
+def test_a_seed_that_chose_is_no_final_run(yours):
+    """Trials and finals of networks with labels by people share a file. Yours chose with accuracies far away."""
+    study = study_of("noise_scratch.csv", REPOSITORY)
+    rows = read_rows(REPOSITORY / "noise_scratch.csv")
+    chose = [shifted(row, -20) for row in rows if row["seed"] == "0"]
+    path = yours("noise_scratch.csv", chose + [row for row in rows if row["seed"] != "0"])
+    lines = table_of(reproduction.report(path))
+    assert len(lines) == len(study.space)
+    seeds = len(study.finals.commands.seeds)
+    for line in lines:
+        assert line["top-1 yours"] == line["top-1 repository"]
+        assert line["top-1 yours"].endswith(f" ({seeds})")
+
+
 def test_runs_of_other_embeddings_do_not_count(yours):
     """Rows of another file of embeddings stand in the same results, with accuracies far away."""
     names = ("noise/human_trials.csv", "noise/human.csv")
