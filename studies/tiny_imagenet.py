@@ -81,11 +81,10 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
         for candidate in first.space:
             if candidate.name.split()[0] == method:
                 options += first.trials_of(candidate, known)
-        tried = known.tried(options)
-        if not tried:
+        if not known.are_done(options):
             raise ValueError(f"{trials} has no trial of {method}: run scripts/tiny_imagenet.sh first")
-        best = ONE_SEED.finalists_of(tried, "valid", EARLIER)[0].trial.loss.replace(" --weight_decay 1.0", "")
-        candidates.append(Candidate(method, method, best))
+        best = ONE_SEED.finalists_of(known.tried(options), "valid", EARLIER)[0].trial
+        candidates.append(Candidate(method, method, best.loss.replace(" --weight_decay 1.0", "")))
     results = Path("results/tiny_imagenet_more_trials.csv")
     grid = Grid("trials", commands(results, data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})
     finals = commands(Path("results/tiny_imagenet_more.csv"), data).with_seeds(SEEDS)

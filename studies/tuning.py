@@ -143,7 +143,8 @@ class Known:
         return [item for _, item in found]
 
     def are_done(self, trials: Sequence[Trial]) -> bool:
-        return all(self.numbers(trial) for trial in trials)
+        """Whether each trial has a row of the seed of trials."""
+        return len(self.tried(trials)) == len(trials)
 
     def has_seeds(self, seeds: Sequence[int]) -> bool:
         """Whether a row has one of these seeds."""
@@ -440,22 +441,28 @@ class Tuned:
         return known.tried(self.trials_of(candidate, known))
 
     def rule_of(self, known: Known) -> Rule:
-        """The rule by which rows chose: the study's; of rows without its seeds, the first seed alone."""
-        if known.has_seeds(self.finals.rule.seeds):
-            return self.finals.rule
-        return ONE_SEED
+        """The rule by which rows chose: the study's; the first seed alone of finals that ran without its seeds."""
+        finals = Known(known.path.with_name(self.finals.commands.results.name), embeddings=self.embeddings)
+        if finals.has_seeds(self.finals.commands.seeds) and not known.has_seeds(self.finals.rule.seeds):
+            return ONE_SEED
+        return self.finals.rule
 
     def chosen(self, candidate: Candidate, known: Known, split: str) -> Trial | None:
         """What validation chose of a candidate; None as long as its trials or its finalists have not run."""
+        if not self.has_trials(candidate, known):
+            return None
         return self.rule_of(known).choose(self.tried(candidate, known), split, candidate.ties)
 
-    def trials_are_done(self, known: Known) -> bool:
-        for candidate in self.space:
-            for part in self.rounds:
-                trials = part.of(candidate, known)
-                if not trials or not known.are_done(trials):
-                    return False
+    def has_trials(self, candidate: Candidate, known: Known) -> bool:
+        """Whether all trials of a candidate have run, those of every round."""
+        for part in self.rounds:
+            trials = part.of(candidate, known)
+            if not trials or not known.are_done(trials):
+                return False
         return True
+
+    def trials_are_done(self, known: Known) -> bool:
+        return all(self.has_trials(candidate, known) for candidate in self.space)
 
     def finalists(self, candidate: Candidate, known: Known) -> list[Trial]:
         """The trials that get the seeds of the rule; none where there is nothing to choose."""

@@ -292,11 +292,15 @@ def test_another_choice_of_yours_is_shown_beside_the_repositorys(yours):
     assert finals.is_file()
 
 
-def test_trials_alone_have_no_finals(yours):
-    path = yours("noise/human_trials.csv", read_rows(REPOSITORY / "noise" / "human_trials.csv")[:60])
-    text = reproduction.report(path)
-    assert "Trials: 60 in common." in text
+@pytest.mark.parametrize("number", [3, 60, None])
+def test_trials_alone_have_no_finals_and_no_choice(number, yours):
+    """Some of one loss, all of some losses, all of all: their finalists have not run."""
+    rows = read_rows(REPOSITORY / "noise" / "human_trials.csv")[:number]
+    text = reproduction.report(yours("noise/human_trials.csv", rows))
+    assert f"Trials: {len(rows)} in common." in text
     assert {line["top-1 yours"] for line in table_of(text)} == {"not run"}
+    assert {line["your choice"] for line in table_of(text)} == {"no trials"}
+    assert f"Yours: {study_of('noise/human.csv', REPOSITORY).finals.rule.text}" in text.splitlines()[0]
 
 
 def test_only_files_of_results_are_yours(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Tuned studies: trials, what validation chooses, and finals, on the repository's rows and on made ones."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,9 +271,13 @@ def test_the_finalists_are_the_best_of_seed_0_and_the_finals_the_best_of_their_m
     assert finalists_of(study)[2:] == [(first, "gce"), (second, "gce")]
 
 
-def test_without_seeds_of_the_rule_the_first_seed_chose_and_says_so(study):
+def test_finals_without_seeds_of_the_rule_were_chosen_by_the_first_seed_which_is_said(study):
+    study = replace(study, rounds=study.rounds[:1])
     trials = study.rounds[0].of(study.space[1], study.known())
     write_accuracies(study, trials, FOUR)
+    assert study.rule_of(study.known()) == study.finals.rule
+    assert study.chosen(study.space[1], study.known(), "valid") is None  # the finalists have not run
+    write_rows(study.finals.commands.results, [row | {"seed": "1"} for row in read_rows(study.trials_file)[:1]])
     assert study.rule_of(study.known()) == ONE_SEED
     assert study.chosen(study.space[1], study.known(), "valid") == trials[0]
     assert "one seed chose" in study.rule_of(study.known()).text
@@ -280,6 +285,42 @@ def test_without_seeds_of_the_rule_the_first_seed_chose_and_says_so(study):
     assert study.rule_of(study.known()) == study.finals.rule
     assert study.chosen(study.space[1], study.known(), "valid") == trials[1]
     assert "The 2 trials" in study.rule_of(study.known()).text
+
+
+@pytest.mark.parametrize("losses", [0, 1])
+def test_nothing_is_chosen_before_every_trial_of_every_round_has_its_row(study, losses):
+    """A trial of seed 0 is lacking, with or without its finalists' rows; then a whole round."""
+    candidate = study.space[losses]
+    assert tune(study, Runner()) == 0
+    rows = read_rows(study.trials_file)
+    method = parse_flags(candidate.flags)["method"]
+    assert study.chosen(candidate, study.known(), "valid") is not None
+    own = [row for row in rows if row["method"] == method and row["seed"] == "0"]
+    assert len(own) == 6
+    for left_out in [[row] for row in own] + [[row for row in own if row["n_epochs"] == "22"]]:
+        write_rows(study.trials_file, [row for row in rows if row not in left_out])
+        assert study.chosen(candidate, study.known(), "valid") is None
+        assert study.chosen(study.space[1 - losses], study.known(), "valid") is not None
+        assert not study.trials_are_done(study.known())
+
+
+SECOND = {"heads": heads.heads_more, "tiny_imagenet": tiny_imagenet.tiny_imagenet_more}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_study_waits_for_every_trial_of_the_first(name, tmp_path):
+    """One of them is lacking."""
+    rows = read_rows(REPOSITORY / f"{name}_trials.csv")
+    trials = tmp_path / f"{name}_trials.csv"
+    write_rows(tmp_path / f"{name}.csv", read_rows(REPOSITORY / f"{name}.csv"))
+    write_rows(trials, rows)
+    method = "splitter_selection"
+    data = {"heads": ("FILE.pt", "heads", (method,), 5000, "", trials), "tiny_imagenet": (trials,)}[name]
+    assert SECOND[name](*data).space
+    numbers = [number for number, row in enumerate(rows) if row["method"] == method]
+    write_rows(trials, rows[: numbers[-1]] + rows[numbers[-1] + 1 :])
+    with pytest.raises(ValueError, match=rf"{trials}.*: run scripts/{name}.sh first"):
+        SECOND[name](*data)
 
 
 TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "tiny_imagenet_equal.csv"]
