@@ -295,10 +295,11 @@ def rule_of_selection(path: Path) -> str:
 
 
 class Chosen(NamedTuple):
-    """What validation chose of a candidate, and the final runs of it."""
+    """What validation chose of a candidate, and the final runs of it. lacking: why nothing is chosen."""
 
     trial: Trial | None
     runs: pd.DataFrame
+    lacking: str = ""
 
 
 class Side:
@@ -317,7 +318,7 @@ class Side:
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
         if trial is None:
-            return Chosen(None, self.runs.iloc[:0])
+            return Chosen(None, self.runs.iloc[:0], self.study.lacking(candidate, self.trials))
         runs = self.runs.iloc[self.finals.numbers(trial)]
         is_final = runs["seed"].isin(self.study.finals.commands.seeds)  # trials may stand in the same file
         return Chosen(trial, runs[is_final])
@@ -330,9 +331,9 @@ def values(chosen: Chosen, metric: str) -> pd.Series:
 
 
 def flags_of(candidate: Candidate, chosen: Chosen) -> str:
-    """The settings that were chosen, without those of all trials."""
+    """The settings that were chosen, without those of all trials; or why none are."""
     if chosen.trial is None:
-        return "no trials"
+        return chosen.lacking
     own = chosen.trial.flags.removeprefix(candidate.flags).strip()
     return f"{own} --n_epochs {chosen.trial.n_epochs}".strip()
 

@@ -130,7 +130,7 @@ def heads_more(
 ) -> Tuned:
     """30 trials around the best of each relaxed loss, of cross-entropy and of LDR-KL, then ten other seeds.
 
-    around: the trials of `heads` (default: results/NAME_trials.csv). Raises ValueError if a method has none.
+    around: the trials of `heads` (default: results/NAME_trials.csv). Raises ValueError if nothing is chosen of one.
     """
     around = around or Path(f"results/{name}_trials.csv")
     first = heads(data, name, methods, num_valid, embeddings)
@@ -141,7 +141,8 @@ def heads_more(
             continue  # a loss of a single k has no relaxed matrix to be softer
         best = first.chosen(item, known, "valid")
         if best is None:
-            raise ValueError(f"{around} has no trial of {item.name}: run scripts/heads.sh first")
+            lacking = first.lacking(item, known)
+            raise ValueError(f"{around}, {item.name}: {lacking}; run scripts/heads.sh first")
         candidates += more_candidates(item.name, best.loss)
     results = Path("results")
     trials = commands(results / f"{name}_more_trials.csv", data, num_valid)

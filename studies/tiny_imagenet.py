@@ -71,7 +71,7 @@ def tiny_imagenet(data: Path = DATA, embeddings: str = "") -> Tuned:
 def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str = "") -> Tuned:
     """Six more trials of two methods, 12 epochs, around the best of all their rows.
 
-    trials: the rows of the first study. Raises ValueError if it has none of a method.
+    trials: the rows of the first study. Raises ValueError if it lacks one of a method.
     """
     first = tiny_imagenet(data, embeddings)
     known = first.known(trials)
@@ -82,7 +82,7 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
             if candidate.name.split()[0] == method:
                 options += first.trials_of(candidate, known)
         if not known.are_done(options):
-            raise ValueError(f"{trials} has no trial of {method}: run scripts/tiny_imagenet.sh first")
+            raise ValueError(f"{trials}, {method}: trials not finished; run scripts/tiny_imagenet.sh first")
         best = ONE_SEED.finalists_of(known.tried(options), "valid", EARLIER)[0].trial
         candidates.append(Candidate(method, method, best.loss.replace(" --weight_decay 1.0", "")))
     results = Path("results/tiny_imagenet_more_trials.csv")

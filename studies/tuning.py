@@ -453,6 +453,14 @@ class Tuned:
             return None
         return self.rule_of(known).choose(self.tried(candidate, known), split, candidate.ties)
 
+    def lacking(self, candidate: Candidate, known: Known) -> str:
+        """What has not run of a candidate of which nothing is chosen."""
+        if not self.tried(candidate, known):
+            return "no trials"
+        if not self.has_trials(candidate, known):
+            return "trials not finished"
+        return "finalists not finished"
+
     def has_trials(self, candidate: Candidate, known: Known) -> bool:
         """Whether all trials of a candidate have run, those of every round."""
         for part in self.rounds:

@@ -292,15 +292,33 @@ def test_another_choice_of_yours_is_shown_beside_the_repositorys(yours):
     assert finals.is_file()
 
 
-@pytest.mark.parametrize("number", [3, 60, None])
-def test_trials_alone_have_no_finals_and_no_choice(number, yours):
+@pytest.mark.parametrize(
+    ("number", "lacking"),
+    [
+        (3, ["trials not finished", "no trials"]),
+        (60, ["finalists not finished", "no trials"]),
+        (None, ["finalists not finished"]),
+    ],
+)
+def test_trials_alone_have_no_finals_and_no_choice(number, lacking, yours):
     """Some of one loss, all of some losses, all of all: their finalists have not run."""
     rows = read_rows(REPOSITORY / "noise" / "human_trials.csv")[:number]
     text = reproduction.report(yours("noise/human_trials.csv", rows))
     assert f"Trials: {len(rows)} in common." in text
     assert {line["top-1 yours"] for line in table_of(text)} == {"not run"}
-    assert {line["your choice"] for line in table_of(text)} == {"no trials"}
+    assert list(dict.fromkeys(line["your choice"] for line in table_of(text))) == lacking
     assert f"Yours: {study_of('noise/human.csv', REPOSITORY).finals.rule.text}" in text.splitlines()[0]
+
+
+def test_a_finalist_that_lacks_a_seed_is_said_to_be_unfinished(yours):
+    """Of one loss; the others keep their choices."""
+    trials = read_rows(REPOSITORY / "noise_draws" / "human_trials.csv")
+    yours("noise_draws/human.csv", read_rows(REPOSITORY / "noise_draws" / "human.csv"))
+    of_a_seed = [row for row in trials if row["method"] == "generalized_cross_entropy" and row["seed"] == "103"]
+    path = yours("noise_draws/human_trials.csv", [row for row in trials if row is not of_a_seed[0]])
+    lines = {line["loss"]: line["your choice"] for line in table_of(reproduction.report(path))}
+    assert lines.pop("GCE") == "finalists not finished"
+    assert set(lines.values()) == {"the same trial", "no trials"}
 
 
 def test_only_files_of_results_are_yours(tmp_path, monkeypatch):

@@ -319,8 +319,18 @@ def test_a_second_study_waits_for_every_trial_of_the_first(name, tmp_path):
     assert SECOND[name](*data).space
     numbers = [number for number, row in enumerate(rows) if row["method"] == method]
     write_rows(trials, rows[: numbers[-1]] + rows[numbers[-1] + 1 :])
-    with pytest.raises(ValueError, match=rf"{trials}.*: run scripts/{name}.sh first"):
+    with pytest.raises(ValueError, match=rf"{trials}, {method}: trials not finished; run scripts/{name}.sh first"):
         SECOND[name](*data)
+
+
+def test_more_trials_of_linear_classifiers_wait_for_the_finalists_and_say_what_is_lacking(tmp_path):
+    """Of the repository's trials, whose finals are not there."""
+    trials = tmp_path / "heads_trials.csv"
+    rows = read_rows(REPOSITORY / "heads_trials.csv")
+    for found, lacking in ((rows, "finalists not finished"), (rows[:1], "no trials")):
+        write_rows(trials, found)
+        with pytest.raises(ValueError, match=rf"{trials}, lapsum: {lacking}; run scripts/heads.sh first"):
+            heads.heads_more("FILE.pt", "heads", ("lapsum",), around=trials)
 
 
 TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "tiny_imagenet_equal.csv"]
