@@ -23,6 +23,10 @@ VERDICTS = (
     "interval that takes one standard deviation for both; for one run of yours it is the prediction interval of a new "
     "run."
 )
+OTHER_DATA = (
+    "Mean ± standard deviation (seeds). Your embeddings are {yours}, the repository's {repository}: there is no "
+    "verdict on runs of other data."
+)
 POOLED = (
     "Where the repository has fewer than ten seeds, the standard deviation is pooled over the lines of the table; a "
     "line that spreads more than the others (F test at 1 %, over all lines) keeps its own."
@@ -314,6 +318,8 @@ class Side:
         if study.embeddings and "embeddings" in runs:
             runs = runs[runs["embeddings"] == study.embeddings].reset_index(drop=True)
         self.runs = runs
+        names = {row.get("embeddings", "") for row in (*self.trials.rows, *self.finals.rows)}
+        self.embeddings = ", ".join(sorted(names))
 
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
@@ -345,13 +351,16 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     for metric in METRICS:
         spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
         pools[metric] = pooled_spread(spreads)
+    has_other_data = bool(ours.trials.rows and theirs.trials.rows) and ours.embeddings != theirs.embeddings
     lines = []
     verdicts: list[Agreement] = []
     commands = []
     for candidate in study.space:
         own = ours.chosen(candidate, split)
         your = theirs.chosen(candidate, split)
-        found = {metric: agreement_of(your, own, metric, pool) for metric, pool in pools.items()}
+        found = {}
+        if not has_other_data:
+            found = {metric: agreement_of(your, own, metric, pool) for metric, pool in pools.items()}
         verdicts += found.values()
         lines.append(tuned_line(candidate, own, your, found))
         trials = [trial for trial in (your.trial, own.trial) if trial is not None]
@@ -360,13 +369,12 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     if with_commands:
         text = below_each_line(text, commands)
     title = f"{study.title}: finals of what validation chooses ({split.replace('_', ' ')} top-1 + top-5)."
-    parts = [
-        f"{title} {rules_of(study, ours, theirs)}".strip(),
-        text,
-        summary([item for item in verdicts if item.verdict]),
-        VERDICTS,
-    ]
-    parts.append(trials_that_agree(study, ours, theirs, pools))
+    parts = [f"{title} {rules_of(study, ours, theirs)}".strip(), text]
+    if has_other_data:
+        parts.append(OTHER_DATA.format(yours=theirs.embeddings, repository=ours.embeddings))
+    else:
+        parts += [summary([item for item in verdicts if item.verdict]), VERDICTS]
+        parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
     return "\n\n".join(parts) + "\n"
 
@@ -398,7 +406,8 @@ def tuned_line(candidate: Candidate, own: Chosen, your: Chosen, found: dict[str,
     for metric, label in METRICS.items():
         line[f"{label} repository"] = markdown.mean_std_seeds(values(own, metric))
         line[f"{label} yours"] = markdown.mean_std_seeds(values(your, metric))
-        line[f"{label} verdict"] = markdown.agreement(found[metric])
+        if metric in found:
+            line[f"{label} verdict"] = markdown.agreement(found[metric])
     return line
 
 
