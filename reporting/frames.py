@@ -112,17 +112,17 @@ def typed_frame(cells: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def typed(name: str, cells: pd.Series) -> pd.Series:
-    """The values of a column. P_K is a text of short numbers, such as "0.5 0 0 0 0.5"."""
+    """The values of a column. P_K is a text of plain numbers, such as "0.5 0 0 0 0.5"."""
     if ACCURACY.fullmatch(name):
         return percent(cells)
     if name in settings.BY_NAME:
         kind = settings.BY_NAME[name].kind
         if kind is settings.floats:
-            return cells.map(short_list)
+            return cells.map(plain_list)
         if kind in (int, float):
             return numbers(cells)
         if kind is settings.inverse_temperature:
-            return cells.map(short_temperature)
+            return cells.map(plain_temperature)
         return cells
     if name in TEXT:
         return cells
@@ -146,21 +146,21 @@ def numbers(cells: pd.Series) -> pd.Series:
     return pd.to_numeric(cells.replace("", None)).astype(float)
 
 
-def short_number(cell: str) -> str:
-    """A number with the digits that it needs; any other text as it is."""
+def plain_number(cell: str) -> str:
+    """A number with all digits, however it is written; any other text as it is."""
     try:
-        return f"{float(cell):g}"
+        return str(float(cell)).removesuffix(".0")
     except ValueError:
         return cell
 
 
-def short_temperature(cell: str) -> str:
-    """An inverse temperature, or the two of a schedule, with the digits that it needs."""
-    return ":".join(short_number(word) for word in cell.split(":"))
+def plain_temperature(cell: str) -> str:
+    """An inverse temperature, or the two of a schedule, with all digits."""
+    return ":".join(map(plain_number, cell.split(":")))
 
 
-def short_list(cell: str) -> str:
-    return " ".join(f"{float(word):g}" for word in cell.split())
+def plain_list(cell: str) -> str:
+    return " ".join(map(plain_number, cell.split()))
 
 
 def p_k_of(text: str) -> tuple[float, ...]:
@@ -172,10 +172,8 @@ def p_k_of(text: str) -> tuple[float, ...]:
 
 
 def as_text(values: pd.Series) -> pd.Series:
-    """Values as they are compared and shown: numbers with the digits that they need, NaN as ""."""
-    if values.dtype == float:
-        return values.map("{:g}".format).where(values.notna(), "")
-    return values.astype(str)
+    """Values as they are compared: numbers with all digits, NaN as ""."""
+    return values.astype(str).map(plain_number).where(values.notna(), "")
 
 
 def identity_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:

@@ -103,7 +103,15 @@ def p_k(text: str) -> str:
     """A P_K as a list: [0.5, 0, 0, 0, 0.5]."""
     if not text:
         return ""
-    return f"[{', '.join(text.split())}]"
+    return f"[{', '.join(map(short, text.split()))}]"
+
+
+def short(text: str) -> str:
+    """A number with six digits at most; any other text as it is."""
+    try:
+        return number(float(text))
+    except ValueError:
+        return text
 
 
 def setting(name: str, value: object) -> str:
@@ -112,7 +120,7 @@ def setting(name: str, value: object) -> str:
         return p_k(str(value))
     if isinstance(value, float):
         return number(value)
-    return str(value)
+    return short(str(value))
 
 
 def duration(seconds: float) -> str:
@@ -225,7 +233,7 @@ def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str]
 
     Args:
         firsts: the first run of each configuration.
-        identity: its settings as text, without method and P_K.
+        identity: its settings as text, without method and P_K, with all digits.
     """
     columns = []
     shared = {}
@@ -235,7 +243,7 @@ def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str]
         if cells.nunique() <= 1:
             is_off = cells.iloc[0] == "0" and BY_NAME[name].kind is float
             if cells.iloc[0] and not is_off:
-                shared[name] = cells.iloc[0]
+                shared[name] = setting(name, firsts[name].iloc[0])
             continue
         differs_within = (cells.groupby(firsts["method"]).nunique() > 1).any()
         if name in HEADINGS or name in ("m", "margin") or differs_within:
@@ -247,7 +255,7 @@ def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str]
         parts = []
         for name in between_methods:
             if identity.loc[number_, name]:
-                parts.append(f"{name} {identity.loc[number_, name]}")
+                parts.append(f"{name} {setting(name, firsts.loc[number_, name])}")
         by_method.setdefault(", ".join(parts), []).append(str(method))
     for stated, methods in by_method.items():
         if stated:

@@ -23,7 +23,7 @@ import topk_losses
 from experiments.common.paths import PAPER, REPOSITORY, ROOT
 from reporting import markdown, tables
 from reporting.compare import Interval
-from reporting.frames import METRICS, read_runs, read_text, short_number
+from reporting.frames import METRICS, plain_number, read_runs, read_text
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -61,7 +61,7 @@ def default_of(method: str, parameter: str) -> str:
     value = getattr(built, parameter)
     if value is None:
         return "none"
-    return short_number(str(value))
+    return plain_number(str(value))
 
 
 def parameters(method: str) -> str:

@@ -12,7 +12,7 @@ import pandas as pd
 from experiments.common.paths import REPOSITORY, RESULTS
 from reporting import beam_search, markdown, tables
 from reporting.compare import Agreement, Interval, Pool, agreement, pooled_spread, spread
-from reporting.frames import METRICS, read_runs
+from reporting.frames import METRICS, as_text, read_runs
 from reporting.tables import Configuration, Table, pool_for
 from studies.catalog import study_of
 from studies.runs import RunIndex, Study, command_of, expected_runs
@@ -209,12 +209,8 @@ def machines(whose: str, runs: pd.DataFrame) -> str:
 
 
 def cells_of(first: pd.Series) -> dict[str, str]:
-    """The settings of a run as cells of a row."""
-    cells = {}
-    for name, value in first.items():
-        if isinstance(value, str | float):
-            cells[str(name)] = markdown.setting("", value)
-    return cells
+    """The settings of a run as cells of a row, with all digits."""
+    return as_text(first).to_dict()
 
 
 def commands_of(table: Table, study: Study | None) -> dict[int, str]:

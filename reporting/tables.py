@@ -6,6 +6,7 @@ A table is a frame of numbers, a row per configuration; `cells` makes text of it
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pandas as pd
 
@@ -32,6 +33,7 @@ from reporting.frames import (
     METRICS,
     VALID,
     accuracies_of,
+    as_text,
     experiment,
     identity_of,
     lines_of,
@@ -503,20 +505,20 @@ def mean_cell(row: pd.Series, metric: str, digits: int) -> str:
     return text
 
 
-def setting_cells(table: Table, row: pd.Series) -> dict[str, str]:
-    cells = {}
-    for name in table.settings:
-        text = ""
-        if not pd.isna(row[name]):
-            text = markdown.setting(name, row[name])
-        cells[markdown.heading(name)] = text
-    return cells
+def setting_texts(name: str, values: pd.Series) -> pd.Series:
+    """The text of a setting in each line, with all digits where fewer would make two values one."""
+    texts = values.map(partial(markdown.setting, name)).where(values.notna(), "")
+    exact = as_text(values)
+    if texts.nunique() < exact.nunique():
+        return exact
+    return texts
 
 
 def cells(table: Table) -> pd.DataFrame:
     """The text of a table."""
+    texts = {name: setting_texts(name, table.lines[name]) for name in table.settings}
     rows = []
-    for _, row in table.lines.iterrows():
+    for _, row in table.lines.assign(**texts).iterrows():
         rows.append(line_cells(table, row))
     return markdown.without_empty_columns(pd.DataFrame(rows))
 
@@ -525,7 +527,7 @@ def line_cells(table: Table, row: pd.Series) -> dict[str, str]:
     """The text of a line, by headings."""
     if "valid_mean" in table.lines:
         return gain_cells(table, row)
-    found = setting_cells(table, row)
+    found = {markdown.heading(name): row[name] for name in table.settings}
     found["public"] = str(row["public"]).replace("nan", "")
     has_published = any(table.lines[f"published_{metric}"].notna().any() for metric in table.metrics)
     for metric, label in table.metrics.items():
@@ -566,7 +568,7 @@ def from_published_cell(value: object, digits: int) -> str:
 
 
 def gain_cells(table: Table, row: pd.Series) -> dict[str, str]:
-    named = setting_cells(table, row)
+    named = {markdown.heading(name): row[name] for name in table.settings}
     found = {}
     for heading in ("method", "P_K"):
         if heading in named:

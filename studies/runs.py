@@ -368,10 +368,12 @@ def command_of(row: Mapping[str, str]) -> str:
     words = [PYTHON, scripts[script]]
     for setting in settings.SETTINGS:
         cell = row.get(setting.name, "")
-        is_own = script in setting.scripts or setting.name in ("data_path", "noisy_labels", "noise_matrix")
+        is_own = script in setting.scripts or setting.name in ("data_path", "noisy_labels", "noise_matrix", "nloglr")
         if not is_own or not setting.flag or cell in ("", "false"):
             continue
         if setting.name == "label_noise" and float(cell) == 0:
+            continue
+        if setting.name == "lr" and row.get("nloglr"):  # from which it follows
             continue
         words.append(setting.flag)
         if cell != "true":

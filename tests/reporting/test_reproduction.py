@@ -1,12 +1,15 @@
 """The report of one's own runs: published, repository and yours, with verdicts; trials and finals, too."""
 
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments import train_cifar100
+from experiments.common import settings
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from reporting import reproduction
@@ -144,6 +147,36 @@ def test_a_seed_that_chose_is_no_final_run(yours):
     for line in lines:
         assert line["top-1 yours"] == line["top-1 repository"]
         assert line["top-1 yours"].endswith(f" ({seeds})")
+
+
+LATE_DIGITS = {
+    "lr": {"lr": "0.0031622776601683794"},
+    "nloglr": {"lr": repr(10**-2.7), "nloglr": "2.7"},
+    "p_k": {"p_k": f"{1 / 3!r} 0.0 0.0 0.0 {2 / 3!r}"},
+    "inverse_temperature": {"inverse_temperature": repr(2**-12)},
+    "weight_decay": {"weight_decay": repr(1 / 3)},
+}
+
+
+@pytest.mark.parametrize("cells", LATE_DIGITS.values(), ids=LATE_DIGITS)
+@pytest.mark.parametrize("is_yours", [True, False], ids=["yours", "alone"])
+def test_a_command_makes_the_run_of_its_line_to_the_last_digit(cells, is_yours, yours, capsys):
+    """As run ids show it, of a setting that no study has."""
+    row = next(row for row in read_rows(REPOSITORY / "table1_short.csv") if row["method"] == "splitter_selection")
+    row |= {"nloglr": ""} | cells
+    path = yours("table1_short.csv", [row])
+    if not is_yours:
+        path = path.rename(path.with_name("alone.csv"))
+    assert report.main([str(path), "--commands"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    .venv")]
+    ids = set()
+    for command in shown:
+        args = train_cifar100.parse_arguments(shlex.split(command)[2:])
+        config = train_cifar100.configuration(args, int(row["seed"]))
+        ids.add(settings.run_id(settings.CIFAR, config, ""))
+    config = {item.name: item.parse(row.get(item.name, "")) for item in settings.SETTINGS}
+    assert settings.run_id(settings.CIFAR, config, "") in ids
+    assert any("--nloglr 2.7" in command for command in shown) == ("nloglr" in cells)
 
 
 def test_runs_of_other_embeddings_do_not_count(yours):

@@ -181,6 +181,23 @@ def test_every_identity_flag_makes_lines_of_its_own(made, two_seeds, cifar_run, 
     assert first[HEADINGS.get(flag, flag)] != second[HEADINGS.get(flag, flag)]
 
 
+NEAR = {"p_k": ("0.5 0 0 0 0.5", "0.50000001 0 0 0 0.49999999"), "inverse_temperature": ("0.0625", "0.06250001")}
+
+
+@pytest.mark.parametrize("flag", [name for name in IDENTITY if registry.BY_NAME[name].kind is float] + [*NEAR])
+def test_settings_that_differ_in_a_late_digit_are_lines_that_can_be_told_apart(made, cifar_run, flag):
+    """And no two seeds of one line, though both have seed 0."""
+    values = NEAR.get(flag, ("0.0031622776601683794", "0.00316228"))
+    runs = [cifar_run(0, 0.5, 0.6, "neuralsort", **{flag: value}) for value in values]
+    _, text, _ = made(runs, "--table", "none")
+    first, second = cells(text, "neuralsort")
+    assert first["seeds"] == second["seeds"] == "1"
+    heading = HEADINGS.get(flag, flag)
+    assert first[heading] != second[heading]
+    shown = [line[heading].strip("[]").replace(",", "") for line in (first, second)]
+    assert shown == [*values]
+
+
 @pytest.mark.parametrize("flag", ["mixup", "noise_matrix_id", "labels", "weight_decay", "noise_rate"])
 def test_every_setting_of_a_linear_classifier_that_is_not_as_published_is_named(made, row, flag):
     labels = row("noise/human", method="softmax_cross_entropy")
