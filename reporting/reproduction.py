@@ -253,9 +253,10 @@ def commands_of_line(row: pd.Series, commands: dict[int, str]) -> str:
         return ""
     command = commands.get(row["number"]) or command_of(cells_of(item.first))
     seeds = sorted({int(seed) for seed in item.runs["seed"]})
+    flag = "--seed"
     if len(seeds) > 1:
-        command = re.sub(r" --seed \S+", f" --seeds {' '.join(map(str, seeds))}", command)
-    return command
+        flag = "--seeds"
+    return re.sub(r" --seeds?( \d+)+", f" {flag} {' '.join(map(str, seeds))}", command)
 
 
 def below_each_line(text: str, commands: Sequence[str]) -> str:
@@ -360,7 +361,7 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
         verdicts += found.values()
         lines.append(tuned_line(candidate, own, your, found))
         trials = [trial for trial in (your.trial, own.trial) if trial is not None]
-        commands.append("".join(study.finals.commands.of(trials[:1])))
+        commands.append("\n    ".join(study.finals.commands.of(trials[:1])))
     text = markdown.table(markdown.without_empty_columns(pd.DataFrame(lines)))
     if with_commands:
         text = below_each_line(text, commands)

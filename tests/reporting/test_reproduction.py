@@ -36,6 +36,19 @@ def yours(tmp_path, monkeypatch):
     return call
 
 
+@pytest.fixture
+def commands_of_yours(yours, tmp_path, monkeypatch, capsys):
+    """The commands of a report of rows that the repository lacks."""
+
+    def call(rows: list[dict[str, str]]) -> list[str]:
+        monkeypatch.setattr(reproduction, "REPOSITORY", tmp_path / "repository")
+        assert report.main([str(yours("table1_short.csv", rows)), "--commands"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        return [line.strip() for line in shown if line.startswith("    .venv")]
+
+    return call
+
+
 def shifted(row: dict[str, str], points: float) -> dict[str, str]:
     """A row with other accuracies."""
     cells = {name: str(float(row[name]) + points / 100) for name in ACCURACIES if row.get(name)}
@@ -147,6 +160,25 @@ def test_a_seed_that_chose_is_no_final_run(yours):
     for line in lines:
         assert line["top-1 yours"] == line["top-1 repository"]
         assert line["top-1 yours"].endswith(f" ({seeds})")
+
+
+@pytest.mark.parametrize("seeds", [["5"], ["0", "5"], ["2"]])
+@pytest.mark.parametrize("change", [{}, {"lr": "0.0123", "nloglr": ""}], ids=["of a study", "of none"])
+def test_a_command_has_the_seeds_of_its_line(seeds, change, commands_of_yours):
+    row = read_rows(REPOSITORY / "table1_short.csv")[0] | change
+    (command,) = commands_of_yours([row | {"seed": seed, "run_id": seed} for seed in seeds])
+    assert [str(run["seed"]) for run in expected_runs(command)] == seeds
+
+
+@pytest.mark.parametrize("file", ["noise_scratch", "tiny_imagenet_equal"])
+def test_commands_of_finals_are_one_run_or_one_pass_a_line(file, yours, capsys):
+    """A network has a command for each seed."""
+    study = study_of(f"{file}.csv", REPOSITORY)
+    path = yours(f"{file}.csv", read_rows(REPOSITORY / f"{file}.csv"))
+    assert report.main([str(path), "--commands"]) == 0
+    commands = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    seeds = [run["seed"] for command in commands for run in expected_runs(command)]
+    assert seeds == [*study.finals.commands.seeds] * len(study.space)
 
 
 LATE_DIGITS = {
