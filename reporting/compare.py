@@ -145,7 +145,8 @@ class Spread(NamedTuple):
 
 
 def spread(runs: pd.Series) -> Spread:
-    return Spread(runs.std(), max(len(runs) - 1, 0))
+    """The spread of runs; an empty accuracy is no run."""
+    return Spread(runs.std(), max(runs.count() - 1, 0))
 
 
 class Pool(NamedTuple):
@@ -205,11 +206,14 @@ def agreement(yours: pd.Series, repository: pd.Series, pool: Spread | Pool | Non
     """Compare two groups of runs of one configuration.
 
     The interval is that of a difference of two means: of one run of yours it is the prediction interval of a new run.
+    An empty accuracy, as of data without a test split, is no run.
 
     Args:
         pool: the standard deviation to use; by default that of both groups together, which is then the t test of two
             groups with one standard deviation.
     """
+    yours = yours.dropna()
+    repository = repository.dropna()
     n = len(yours)
     m = len(repository)
     if n == 0 or m == 0:

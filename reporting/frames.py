@@ -25,6 +25,8 @@ EXPERIMENT = [name for name in CONFIGURATION if settings.BY_NAME[name].role.name
 # Values that are the same as none.
 UNUSED = [0, "", "false", *(item.unused for item in settings.SETTINGS if item.unused is not None)]
 ACCURACY = re.compile(r".*_top\d+")
+# What every run has of a split; a beam of 8 is for data with as many phonemes, and top-3 is not in older rows.
+NEEDED = re.compile(r"(?:last_)?(test|valid)_(?:top[15]|(?:per|wer|gold)_beam[14])")
 TEXT = ("run_id", "device_name", "torch_version", "git_commit", "embeddings", "pretrained", "backbone", "labels")
 
 
@@ -37,7 +39,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not a results file, a line is damaged, a cell is not of its column's type, a run stands twice
-            with other cells, a line has a seed twice, or no run is left.
+            with other cells, a line has a seed twice, a run lacks an accuracy, or no run is left.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -53,6 +55,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     cells = cells.reset_index(drop=True)
     runs = typed_frame(cells, path)
     check_repeats(path, cells, runs)
+    check_accuracies(path, cells)
     return runs
 
 
@@ -69,6 +72,19 @@ def check_repeats(path: Path, cells: pd.DataFrame, runs: pd.DataFrame) -> None:
         first = keys[is_repeat].iloc[0]
         is_same = (keys.eq(first) | (keys.isna() & first.isna())).all(axis=1)
         raise ValueError(about_repeats(path, cells[is_same].to_dict("records")))
+
+
+def check_accuracies(path: Path, cells: pd.DataFrame) -> None:
+    """Raise ValueError for a run without an accuracy of a split that it has: a mean would count it as a seed."""
+    for name in cells:
+        found = NEEDED.fullmatch(name)
+        if found is None:
+            continue
+        sizes = cells.reindex(columns=[f"{found[1]}_images", f"{found[1]}_words"], fill_value="")
+        lacking = cells[(cells[name] == "") & (sizes != "").any(axis=1)]
+        if len(lacking):
+            run_id = lacking["run_id"].iloc[0]
+            raise ValueError(f"the run {run_id} of {path} has no {name}: repair or delete its line")
 
 
 def is_untested(runs: pd.DataFrame) -> pd.Series:

@@ -163,9 +163,9 @@ def summary(verdicts: Sequence[Agreement]) -> str:
         text += (
             f" Agreement says little where the interval is wider than ± {WIDE:g} points: {len(wide)} of these values."
         )
-    without = len(verdicts) - len(compared)
+    without = [item for item in verdicts if item.verdict == "no verdict"]
     if without:
-        text += f" {without} have no verdict: no spread is known."
+        text += f" {len(without)} have no verdict: no spread is known."
     return text
 
 
@@ -370,7 +370,7 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     if has_other_data:
         parts.append(OTHER_DATA.format(yours=theirs.embeddings, repository=ours.embeddings))
     else:
-        parts += [summary([item for item in verdicts if item.verdict]), VERDICTS]
+        parts += [summary(verdicts), VERDICTS]
         parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
     return "\n\n".join(parts) + "\n"

@@ -49,6 +49,16 @@ def test_where_nothing_is_known_there_is_no_verdict():
     assert agreement(one.iloc[:0], one).verdict == ""
 
 
+def test_an_empty_accuracy_is_no_run():
+    own = drawn(3, 1)
+    repository = drawn(4, 2)
+    more = pd.concat([own, pd.Series([math.nan])])
+    assert spread(more) == spread(own)
+    assert agreement(more, repository) == agreement(own, repository)
+    assert agreement(repository, more) == agreement(repository, own)
+    assert agreement(pd.Series([math.nan]), own).verdict == ""
+
+
 @pytest.mark.parametrize(("n", "m"), [(1, 3), (1, 10), (3, 3), (10, 10)])
 def test_five_percent_differ_by_chance(n, m):
     """Also with a pooled spread of ten configurations."""

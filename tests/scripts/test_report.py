@@ -334,12 +334,6 @@ def test_a_file_without_methods_is_no_file_of_results(made, two_seeds):
     assert (status, "has no run with a method" in error) == (2, True)
 
 
-def test_a_run_without_its_accuracy_is_in_no_mean(made, two_seeds):
-    _, text, _ = made([{**two_seeds[0], "test_top1": ""}, *two_seeds[1:]])
-    (softmax,) = cells(text, "Softmax CE")
-    assert (softmax["top-1 measured"], softmax["top-5 measured"]) == ("", "85.30 ± 0.42")
-
-
 @pytest.mark.parametrize("flags", [[], ["--paired", "softmax_cross_entropy"]])
 def test_runs_without_a_test_split_show_their_validation_at_the_last_epoch(trained, capsys, tmp_path, flags):
     rows = [row for row in rows_of(trained / "untested.csv") if row["method"] == "generalized_cross_entropy"]
@@ -607,6 +601,35 @@ def test_a_seed_that_stands_twice_in_a_line_is_refused(trained, made, name, colu
     assert (status, text) == (2, "")
     assert f"mine.csv has 2 runs of {rows[-1]['method']} with seed {rows[-1]['seed']} in one line" in error
     assert reason in error
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_an_empty_accuracy_of_a_split_that_a_run_has_is_refused(trained, made, name, is_alone):
+    """It would count as a seed. Every cell that a table shows; also in the only row of a file."""
+    rows = rows_of(trained / f"{name}.csv")
+    shown = [column for column in rows[0] if re.search(r"^(last_valid|test|valid)_(top[15]$|.*_beam)", column)]
+    assert len(shown) >= 3
+    for column in shown:
+        damaged = rows[-1] | {column: ""}
+        others = rows[:-1] * (not is_alone)
+        status, text, error = made([*others, damaged], name="mine.csv")
+        assert (status, text) == (2, "")
+        assert f"the run {len(others)} of " in error
+        assert f"has no {column}: repair or delete its line" in error
+
+
+def test_runs_without_a_test_split_stand_beside_others_without_a_verdict_on_it(trained, write, monkeypatch, tmp_path):
+    """In your file and in the repository's, so that both sides of a line lack a test accuracy."""
+    rows = rows_of(trained / "heads.csv") + rows_of(trained / "untested.csv")
+    (tmp_path / "repository").mkdir()
+    write(*rows, name="repository/mine.csv")
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduction, "REPOSITORY", tmp_path / "repository")
+    text = reproduction.report(write(*rows, name="mine.csv"))
+    verdicts = [line["top-1 verdict"] for line in cells(text, "")]
+    assert sorted(verdict.split(" (")[0] for verdict in verdicts) == [""] * 6 + ["agrees"] * 6
+    assert "()" not in text
 
 
 def test_a_setting_that_is_off_is_the_same_as_none(made, two_seeds):
