@@ -13,13 +13,12 @@ from statistics import fmean
 from typing import Any
 
 from experiments.common import settings
-from experiments.common.paths import REPOSITORY, ROOT
+from experiments.common.paths import HISTORY_FILES, REPOSITORY, ROOT
 from experiments.common.rows import read_rows
 from reporting.markdown import duration
 from studies.runs import RunIndex, expected_runs
 
 Row = dict[str, str]
-HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step", "updates.csv": "update"}
 TOTALS = {"epoch": "n_epochs", "update": "n_updates"}  # settings with the last number of a history
 
 
@@ -70,7 +69,7 @@ def read_folder(folder: Path) -> RunFolder:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     cells = {name: settings.cell(value) for name, value in config.items()}
     found = RunFolder(cells, is_held(folder / "run.lock"))
-    for name, clock in HISTORIES.items():
+    for clock, name in HISTORY_FILES.items():
         path = folder / name
         if not path.is_file():
             continue

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from experiments.common import door, settings
+from experiments.common.paths import HISTORY_FILES
 from experiments.common.rows import locked, read_rows, write_rows
 
 Row = dict[str, str]
@@ -35,7 +36,7 @@ def epochs_of(config: Path, results: str, run_ids: Collection[str]) -> list[Row]
         LookupError, ValueError, TypeError, OSError: the folder cannot be read.
     """
     flags = json.loads(config.read_text(encoding="utf-8"))
-    history = config.with_name("epochs.csv")
+    history = config.with_name(HISTORY_FILES["epoch"])
     is_of_table = flags["run_id"] in run_ids or Path(flags["results"]).name == results
     if not is_of_table or not history.is_file():
         return []

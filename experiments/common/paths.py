@@ -1,4 +1,4 @@
-"""The folders of this repository."""
+"""The folders of this repository, and the files of a run."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"  # what the user's runs write
 PAPER = RESULTS / "paper"  # published values
 REPOSITORY = RESULTS / "repository"  # this repository's rows, which no training script writes
+HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # of a run, by its clock
 
 
 def portable(path: Path) -> str:

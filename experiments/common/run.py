@@ -29,11 +29,11 @@ from data.torch_file import load_torch_file, reason
 from experiments.common import provenance, settings
 from experiments.common.files import check_replaceable, lock_folder, replace_file
 from experiments.common.metrics import summary
+from experiments.common.paths import HISTORY_FILES
 from experiments.common.processes import Processes
 from experiments.common.rows import locked, read_rows, write_rows
 from experiments.common.torch_files import save_torch_file
 
-HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
 PRINTED = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # after an evaluation
 
 
