@@ -8,6 +8,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -195,10 +196,9 @@ def draw_dot(axis: Axes, place: int, row: dict, panel: Panel, least: float) -> N
     axis.annotate(text, fontsize=7, xy=(0.02, place), xycoords=("axes fraction", "data"), va="bottom")
 
 
-def line_labels(table: tables.Table, named: pd.Series) -> pd.Series:
+def line_labels(table: tables.Table, methods: pd.Series) -> pd.Series:
     """A label for each line: its method and what tells it apart."""
-    labels = named.copy()
-    frame = table.lines
+    labels = methods.copy()
     for name in table.settings:
         if name not in CONFIGURATION or name == "method":
             continue
@@ -206,7 +206,7 @@ def line_labels(table: tables.Table, named: pd.Series) -> pd.Series:
         heading = markdown.heading(name)
         if heading not in cells:
             continue
-        column = cells[heading].set_axis(frame.index)
+        column = cells[heading]
         # A setting that was tried tells apart lines that are named alike so far; one of the experiment is always named.
         is_tried = settings.BY_NAME[name].role in (settings.LOSS, settings.ARM, settings.TRAINING)
         if is_tried:
@@ -220,16 +220,15 @@ def line_labels(table: tables.Table, named: pd.Series) -> pd.Series:
 
 def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     """Draw the accuracy of every line with its interval, and hollow what is published."""
-    frame = table.lines.copy()
+    run = replace(table, lines=[line for line in table.lines if line.configuration is not None])
+    methods = pd.Series([line.configuration.first["method"] for line in run.lines])
+    frame = tables.frame(run).assign(method=methods)
     panels = []
     for metric in table.metrics:
-        frame[f"{metric}_half"] = halves(frame[f"{metric}_std"], frame["n_seeds"])
+        stds = frame.get(f"{metric}_std", pd.Series(math.nan, index=frame.index))
+        frame[f"{metric}_half"] = halves(stds, frame["n_seeds"])
         panels.append(Panel(TITLES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
-    frame = frame.dropna(subset=[f"{metric}_mean" for metric in table.metrics], how="all")
-    named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
-    shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
-    frame.index = line_labels(shown, named)
-    figure = dots(frame.assign(method=named.to_numpy()), panels)
+    figure = dots(frame.set_axis(line_labels(run, methods)), panels)
     for axis in figure.axes:
         axis.set_xlabel(f"better {BETTER_RIGHT}")
     return save(figure, folder, f"{table.name}_accuracy", accuracy_title(table))
@@ -237,13 +236,11 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
 
 def accuracy_title(table: tables.Table) -> str:
     """What the figure of a table shows: intervals where there are several seeds, published values where there are."""
-    frame = table.lines
-    seeds = int(frame["n_seeds"].max())
+    seeds = max(len(line.configuration.runs) for line in table.lines if line.configuration is not None)
     title = f"{table.name}.csv, one seed."
     if seeds > 1:
         title = f"{table.name}.csv, mean of up to {seeds} seeds with its 95 % interval."
-    names = [f"published_{metric}" for metric in table.metrics]
-    if frame.reindex(columns=names).notna().any(axis=None):
+    if table.has_published:
         title += " Hollow: published."
     return title
 

@@ -22,7 +22,6 @@ import pandas as pd
 import topk_losses
 from experiments.common.paths import PAPER, REPOSITORY, ROOT
 from reporting import markdown, tables
-from reporting.compare import Interval
 from reporting.frames import METRICS, plain_number, read_runs, read_text
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
@@ -168,10 +167,11 @@ def gains_of_heads() -> dict[str, list[str]]:
     """Each method's differences to cross-entropy in top-1 and top-5, linear classifiers, with intervals."""
     found = {}
     for name in ("heads", "heads_truncated_entropy"):  # each with its own runs of cross-entropy
-        lines = tables.gains(name, read_runs(REPOSITORY / f"{name}.csv"), "softmax_cross_entropy").lines
-        for row in lines.dropna(subset="test_top1_gain").to_dict("records"):
-            gains = [Interval(row[f"{metric}_gain"], row[f"{metric}_half"]) for metric in METRICS]
-            found[row["method"]] = [markdown.interval(gain) for gain in gains]
+        table = tables.gains(name, read_runs(REPOSITORY / f"{name}.csv"), "softmax_cross_entropy")
+        for line in table.lines:
+            gains = [markdown.interval(line.numbers[metric].gain) for metric in METRICS]
+            if all(gains):
+                found[line.method] = gains
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import pandas as pd
 
 from experiments.common.paths import REPOSITORY, RESULTS
 from reporting import beam_search, markdown, tables
-from reporting.compare import Agreement, Interval, Pool, agreement, pooled_spread, spread
+from reporting.compare import Agreement, Pool, agreement, pooled_spread, spread
 from reporting.frames import METRICS, as_text, read_runs
-from reporting.tables import Configuration, Table, pool_for
+from reporting.tables import Configuration, Line, Table, pool_for
 from studies.catalog import study_of
 from studies.runs import RunIndex, Study, command_of, expected_runs
 from studies.tuning import Candidate, Known, Trial, Tuned
@@ -131,7 +131,7 @@ def report_runs(
     table.lines = in_order(table.lines, commands)
     text = markdown.table(tables.cells(table))
     if with_commands:
-        text = below_each_line(text, [commands_of_line(row, commands) for _, row in table.lines.iterrows()])
+        text = below_each_line(text, [command_of_line(line, commands) for line in table.lines])
     parts = [text]
     if study is not None:
         parts.insert(0, f"{study.title}.")
@@ -172,9 +172,10 @@ def summary(verdicts: Sequence[Agreement]) -> str:
 def from_published_note(table: Table) -> str:
     """How to read the differences of your runs to the published values; "" where there is none."""
     found = []
-    for metric in table.metrics:
-        found += [item for item in table.lines[f"{metric}_from_published"] if isinstance(item, Interval)]
-    found = [item for item in found if not math.isnan(item.mean)]
+    for line in table.lines:
+        for numbers in line.numbers.values():
+            if numbers.from_published is not None and not math.isnan(numbers.from_published.mean):
+                found.append(numbers.from_published)
     if not found:
         return ""
     interval = NO_SEEDS
@@ -187,8 +188,8 @@ def from_published_note(table: Table) -> str:
 
 def pooled_note(table: Table, study: Study | None) -> str:
     """The sentence about a pooled standard deviation, where one is used."""
-    lines = [line for line in table.lines["configuration"] if isinstance(line, Configuration)]
-    seeds = [len(line.repository) for line in lines if len(line.repository)]
+    configurations = [line.configuration for line in table.lines if line.configuration is not None]
+    seeds = [len(item.repository) for item in configurations if len(item.repository)]
     if study is not None and study.spread_of and max(seeds, default=0) <= 1:
         return BORROWED.format(file=study.spread_of)
     if min(seeds, default=tables.FEW_SEEDS) < tables.FEW_SEEDS:
@@ -213,45 +214,39 @@ def cells_of(first: pd.Series) -> dict[str, str]:
     return as_text(first).to_dict()
 
 
-def commands_of(table: Table, study: Study | None) -> dict[int, str]:
-    """The first command of a study for each line of a table, by the line's number; none for lines that it lacks."""
+def commands_of(table: Table, study: Study | None) -> dict[Configuration, str]:
+    """The first command of a study for each configuration of a table; none for those that it lacks."""
     if study is None:
         return {}
-    numbers = []
-    rows = []
-    for number, item in enumerate(table.lines["configuration"]):
-        if isinstance(item, Configuration):
-            numbers.append(number)
-            rows.append(cells_of(item.first))
-    index = RunIndex(rows)
-    found: dict[int, str] = {}
+    configurations = [line.configuration for line in table.lines if line.configuration is not None]
+    index = RunIndex([cells_of(item.first) for item in configurations])
+    found: dict[Configuration, str] = {}
     for command in study.commands():
         for run in expected_runs(command):
             without_seed = {name: value for name, value in run.items() if name != "seed"}
             for place in index.find(without_seed):
-                found.setdefault(numbers[place], command)
+                found.setdefault(configurations[place], command)
     return found
 
 
-def in_order(lines: pd.DataFrame, commands: dict[int, str]) -> pd.DataFrame:
+def in_order(lines: Sequence[Line], commands: Mapping[Configuration, str]) -> list[Line]:
     """The lines in the order of a study's commands, then what it does not have."""
     order = list(dict.fromkeys(commands.values()))
-    places = []
-    for number in range(len(lines)):
-        place = len(order)
-        if number in commands:
-            place = order.index(commands[number])
-        places.append(place)
-    lines = lines.assign(place=places, number=range(len(lines)))
-    return lines.sort_values("place", kind="stable")
+
+    def place(line: Line) -> int:
+        if line.configuration not in commands:
+            return len(order)
+        return order.index(commands[line.configuration])
+
+    return sorted(lines, key=place)
 
 
-def commands_of_line(row: pd.Series, commands: dict[int, str]) -> str:
+def command_of_line(line: Line, commands: Mapping[Configuration, str]) -> str:
     """The command that repeats a line, with all of its seeds."""
-    item = row["configuration"]
-    if not isinstance(item, Configuration):
+    item = line.configuration
+    if item is None:
         return ""
-    command = commands.get(row["number"]) or command_of(cells_of(item.first))
+    command = commands.get(item) or command_of(cells_of(item.first))
     seeds = sorted({int(seed) for seed in item.runs["seed"]})
     flag = "--seed"
     if len(seeds) > 1:
@@ -276,8 +271,7 @@ def with_commands(table: Table, path: Path) -> str:
     if isinstance(study, Tuned):
         study = None
     commands = commands_of(table, study)
-    lines = table.lines.assign(number=range(len(table.lines)))
-    shown = [commands_of_line(row, commands) for _, row in lines.iterrows()]
+    shown = [command_of_line(line, commands) for line in table.lines]
     return f"{below_each_line(markdown.table(tables.cells(table)), shown)}\n\n{table.source}\n"
 
 

@@ -1,6 +1,6 @@
 """Tables of results: published values, this repository's runs and yours; each configuration minus another method.
 
-A table is a frame of numbers, a row per configuration; `cells` makes text of it.
+A table has a line per configuration, with the numbers of each accuracy; `cells` makes text of it.
 """
 
 import math
@@ -57,11 +57,92 @@ UNPUBLISHED = (
 # The words for what published runs have instead.
 PLAIN = {"labels": "right", "lr_schedule": "constant", "precision": "fp32"}
 DATA = ("dataset", "num_classes")  # what makes a published table comparable at all
-OBJECTS = ("_yours", "_verdict", "_from_published")  # ends of the names of columns that hold no plain numbers
 STD_NOTE = "± standard deviation over seeds"
 TESTED = "Test accuracy in percent at the best validation epoch, {std}."
 UNTESTED = "Validation accuracy in percent at the last epoch, {std}: no run has a test split."
 PARTLY = "{names}: validation accuracy at the last epoch, where runs have no test split."
+
+
+class Configuration:
+    """The runs of one configuration: the repository's, and yours.
+
+    Args:
+        both: all its runs.
+        is_yours: which of them are yours.
+    """
+
+    def __init__(self, both: pd.DataFrame, is_yours: pd.Series) -> None:
+        self.first = both.iloc[0]
+        self.runs = both
+        self.repository = both[~is_yours.loc[both.index]]
+        self.yours = both[is_yours.loc[both.index]]
+
+
+NO_GAIN = Interval(math.nan, math.nan)
+
+
+@dataclass
+class Numbers:
+    """What a line says of one accuracy, in percent and in points; NaN or None where it says nothing.
+
+    Attributes:
+        mean: of the repository's runs.
+        std: their sample standard deviation.
+        published: the published value.
+        rerun: what others measured of the published row.
+        difference: mean minus published, of runs with the published settings.
+        gain: the difference to a baseline, paired by seed.
+        verdict: your runs beside the repository's.
+        from_published: your runs minus the published value.
+    """
+
+    mean: float = math.nan
+    std: float = math.nan
+    published: float = math.nan
+    rerun: float = math.nan
+    difference: float = math.nan
+    gain: Interval = NO_GAIN
+    verdict: Agreement | None = None
+    from_published: Interval | None = None
+
+
+@dataclass
+class Line:
+    """A line of a table.
+
+    Attributes:
+        method: of its runs, or the title of its published row.
+        numbers: of each accuracy, by its column.
+        configuration: its runs; None of a published row that was not run.
+        p_k: of a published row that was not run.
+        public: what the published row says of the embeddings.
+        is_as_published: whether the runs have the settings of a published row.
+        not_as_published: the settings that are not the published ones.
+        n_seeds: number of the repository's runs; NaN of a published method that is not in the library.
+        validation: mean of the validation accuracies that choose, in a table of gains.
+        pairs: number of seeds that the baseline has too; NaN without a baseline.
+    """
+
+    method: str
+    numbers: dict[str, Numbers]
+    configuration: Configuration | None = None
+    p_k: str = ""
+    public: str = ""
+    is_as_published: bool = False
+    not_as_published: str = ""
+    n_seeds: float = math.nan
+    validation: Numbers | None = None
+    pairs: float = math.nan
+
+    def setting(self, name: str) -> object:
+        """The value of a setting; NaN where the line has none."""
+        if name == "method":
+            return self.method
+        if self.configuration is not None:
+            return self.configuration.first[name]
+        if name == "p_k":
+            return self.p_k
+        return math.nan
 
 
 @dataclass
@@ -70,7 +151,7 @@ class Table:
 
     Attributes:
         name: of the results file, without its ending.
-        lines: a row per configuration.
+        lines: one per configuration.
         settings: columns of settings, in their order.
         metrics: columns of accuracies, with what tables call them.
         digits: decimals of each accuracy.
@@ -80,7 +161,7 @@ class Table:
     """
 
     name: str
-    lines: pd.DataFrame
+    lines: list[Line]
     settings: list[str]
     metrics: dict[str, str]
     caption: str
@@ -89,6 +170,16 @@ class Table:
     has_yours: bool = False
     published: str = ""
     published_seeds: str = ""
+
+    @property
+    def has_published(self) -> bool:
+        """Whether any line has a published accuracy."""
+        return any(not math.isnan(numbers.published) for line in self.lines for numbers in line.numbers.values())
+
+    @property
+    def has_other_pairs(self) -> bool:
+        """Whether the baseline lacks seeds of a line."""
+        return any(not math.isnan(line.pairs) and line.pairs != line.n_seeds for line in self.lines)
 
 
 def library_order(method: str) -> int:
@@ -183,21 +274,6 @@ def percentages(row: Mapping[str, str], metrics: Mapping[str, str]) -> dict[str,
     return values
 
 
-class Configuration:
-    """The runs of one configuration: the repository's, and yours.
-
-    Args:
-        both: all its runs.
-        is_yours: which of them are yours.
-    """
-
-    def __init__(self, both: pd.DataFrame, is_yours: pd.Series) -> None:
-        self.first = both.iloc[0]
-        self.runs = both
-        self.repository = both[~is_yours.loc[both.index]]
-        self.yours = both[is_yours.loc[both.index]]
-
-
 def configurations(repository: pd.DataFrame, yours: pd.DataFrame) -> list[Configuration]:
     """The configurations of two files, those of the first one first."""
     both = pd.concat([repository, yours], ignore_index=True)
@@ -255,32 +331,24 @@ def beside_published(
         table = ""
     protocol = read_protocol(table)
     rows = [dict(row) for row in read_published(table).to_dict("records")]
-    records, left = published_lines(found, rows, protocol, metrics)
+    lines, left = published_lines(found, rows, protocol, metrics)
     left.sort(key=lambda item: library_order(item.first["method"]))
     for item in left:
-        records.append(line_of(item, metrics) | {"not as published": other_data(item.first, protocol)})
+        line = line_of(item, metrics)
+        line.not_as_published = other_data(item.first, protocol)
+        lines.append(line)
     has_yours = len(yours) > 0
     if has_yours:
-        add_verdicts(records, metrics, similar)
-        add_published_differences(records, metrics, protocol)
+        add_verdicts(lines, metrics, similar)
+        add_published_differences(lines, metrics, protocol)
     digits = {metric: digits_of(metric, rows) for metric in metrics}
     caption = accuracy_caption(metrics)
     if protocol:
         caption = f"{protocol['title']}. {caption}"
     published = about_published(rows, protocol)
     source = f"{markdown.origin(name, both, shared)} {published}".strip()
-    lines = pd.DataFrame(records).reindex(columns=all_columns(names, metrics))
     seeds = protocol.get("n_seeds", "")
     return Table(name, lines, names, metrics, caption, source, digits, has_yours, published, seeds)
-
-
-def all_columns(names: Sequence[str], metrics: Mapping[str, str]) -> list[str]:
-    columns = [*names, "public"]
-    for metric in metrics:
-        for kind in ("published_{}", "rerun_{}", "{}_mean", "{}_std", "{}_difference"):
-            columns.append(kind.format(metric))
-        columns += [f"{metric}{end}" for end in OBJECTS]
-    return [*columns, "not as published", "n_seeds", "configuration"]
 
 
 def published_lines(
@@ -288,40 +356,50 @@ def published_lines(
     rows: Sequence[Mapping[str, str]],
     protocol: Mapping[str, str],
     metrics: Mapping[str, str],
-) -> tuple[list[dict], list[Configuration]]:
+) -> tuple[list[Line], list[Configuration]]:
     """The lines of a published table, and the configurations that it does not have."""
-    records: list[dict] = []
+    all_lines: list[Line] = []
     left = list(found)
     comparable = [item for item in found if not other_data(item.first, protocol)]
-    stated: list[tuple[Mapping[str, str], list[dict]]] = []  # the published rows so far, with their lines
+    stated: list[tuple[Mapping[str, str], list[Line]]] = []  # the published rows so far, with their lines
     for row in rows:
         values = percentages(row, metrics)
         again = lines_stated(stated, row)
         if again:  # the same row by others
-            rerun = {f"rerun_{metric}": value for metric, value in values.items()}
             for line in again:
-                line.update(rerun)
+                for metric, value in values.items():
+                    line.numbers[metric].rerun = value
             continue
-        about = {"method": title_of(row), "public": row.get("public", "")}
-        about |= {f"published_{metric}": value for metric, value in values.items()}
         lines = []
         for item in [item for item in comparable if item in left and matches(item.first, row)]:
             left.remove(item)
-            line = line_of(item, metrics) | about
-            line["not as published"] = not_as_published(item.first, row, protocol)
-            for metric, value in values.items():
-                if not line["not as published"]:
-                    line[f"{metric}_difference"] = line[f"{metric}_mean"] - value
+            line = line_of(item, metrics)
+            line.not_as_published = not_as_published(item.first, row, protocol)
+            line.is_as_published = not line.not_as_published
             lines.append(line)
         if not lines:
             n_seeds = 0.0 if row["method"] else math.nan
-            lines.append(about | {"p_k": row.get("p_k", ""), "n_seeds": n_seeds})
-        records += lines
+            nothing = {metric: Numbers() for metric in metrics}
+            lines.append(Line("", nothing, p_k=row.get("p_k", ""), n_seeds=n_seeds))
+        for line in lines:
+            add_published(line, row, values)
+        all_lines += lines
         stated.append((row, lines))
-    return records, left
+    return all_lines, left
 
 
-def lines_stated(stated: Sequence[tuple[Mapping[str, str], list[dict]]], row: Mapping[str, str]) -> list[dict]:
+def add_published(line: Line, row: Mapping[str, str], values: Mapping[str, float]) -> None:
+    """Put a published row on a line. values: its accuracies in percent."""
+    line.method = title_of(row)
+    line.public = row.get("public", "")
+    for metric, value in values.items():
+        numbers = line.numbers[metric]
+        numbers.published = value
+        if line.is_as_published:
+            numbers.difference = numbers.mean - value
+
+
+def lines_stated(stated: Sequence[tuple[Mapping[str, str], list[Line]]], row: Mapping[str, str]) -> list[Line]:
     """The lines of earlier published rows that are the same row."""
     found = []
     for earlier, lines in stated:
@@ -342,48 +420,47 @@ def title_of(row: Mapping[str, str]) -> str:
     return title
 
 
-def line_of(item: Configuration, metrics: Mapping[str, str]) -> dict:
+def line_of(item: Configuration, metrics: Mapping[str, str]) -> Line:
     """The numbers of a configuration."""
-    line = item.first.to_dict() | {"configuration": item, "n_seeds": float(len(item.repository))}
+    numbers = {}
     for metric in metrics:
-        line[f"{metric}_mean"] = mean(item.repository[metric])
-        line[f"{metric}_std"] = item.repository[metric].std()
-    return line
+        accuracies = item.repository[metric]
+        numbers[metric] = Numbers(mean(accuracies), accuracies.std())
+    return Line(item.first["method"], numbers, item, n_seeds=float(len(item.repository)))
 
 
-def add_verdicts(records: Sequence[dict], metrics: Mapping[str, str], similar: pd.DataFrame | None) -> None:
+def add_verdicts(lines: Sequence[Line], metrics: Mapping[str, str], similar: pd.DataFrame | None) -> None:
     """Compare your runs of each line with the repository's. similar: as in `beside_published`."""
-    lines = [line for line in records if "configuration" in line]
-    groups = [line["configuration"].repository for line in lines]
+    compared = [(line, line.configuration) for line in lines if line.configuration is not None]
+    groups = [item.repository for _, item in compared]
     if similar is not None and max(map(len, groups), default=0) <= 1:
         groups = [item.repository for item in configurations(similar, similar.iloc[:0])]
     for metric in metrics:
         pool = pooled_spread([spread(runs[metric]) for runs in groups])
-        for line in lines:
-            repository = line["configuration"].repository[metric]
-            line[f"{metric}_yours"] = line["configuration"].yours[metric]
-            line[f"{metric}_verdict"] = agreement(line[f"{metric}_yours"], repository, pool_for(repository, pool))
+        for line, item in compared:
+            repository = item.repository[metric]
+            line.numbers[metric].verdict = agreement(item.yours[metric], repository, pool_for(repository, pool))
 
 
-def add_published_differences(records: Sequence[dict], metrics: Mapping[str, str], protocol: Mapping[str, str]) -> None:
+def add_published_differences(lines: Sequence[Line], metrics: Mapping[str, str], protocol: Mapping[str, str]) -> None:
     """Compare your runs that have the published settings with the published values.
 
     How the published runs spread over seeds is not known. The interval takes the spread of runs with these settings.
     """
     n_seeds = float(protocol.get("n_seeds") or math.nan)
+    as_published = [(line, line.configuration) for line in lines if line.configuration and line.is_as_published]
     for metric in metrics:
-        lines = [line for line in records if f"{metric}_difference" in line]
         groups = []
-        for line in lines:
-            item = line["configuration"]
+        for _, item in as_published:
             groups += [spread(item.yours[metric]), spread(item.repository[metric])]
         pool = pooled_spread(groups)
-        for line in lines:
-            yours = line["configuration"].yours[metric].dropna()
+        for line, item in as_published:
+            yours = item.yours[metric].dropna()
             own: Spread | Pool = pool
             if not belongs_to(spread(yours), pool):
                 own = spread(yours)
-            line[f"{metric}_from_published"] = from_published(yours, line[f"published_{metric}"], n_seeds, own)
+            numbers = line.numbers[metric]
+            numbers.from_published = from_published(yours, numbers.published, n_seeds, own)
 
 
 def pool_for(repository: pd.Series, pool: Pool) -> Pool | None:
@@ -452,12 +529,7 @@ def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
     if not best:
         raise ValueError(f"{name} has no run of {method}; it has {', '.join(runs['method'].unique())}")
     names, shared = columns_of_settings(found)
-    records = []
-    for item in found:
-        records.append(gain_line(item, best.get(experiment(item.runs)), metrics))
-    lines = pd.DataFrame(records)
-    if (lines["pairs"].isna() | (lines["pairs"] == lines["n_seeds"])).all():
-        lines = lines.drop(columns="pairs")
+    lines = [gain_line(item, best.get(experiment(item.runs)), metrics) for item in found]
     validation = "top-1" if len(valid) == 1 else "mean of top-1 and top-5"
     caption = (
         f"{accuracy_caption(metrics)} Validation: {validation}. "
@@ -466,121 +538,113 @@ def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
     return Table(name, lines, names, metrics, caption, markdown.origin(name, runs, shared))
 
 
-def gain_line(item: Configuration, base: Configuration | None, metrics: Mapping[str, str]) -> dict:
+def gain_line(item: Configuration, base: Configuration | None, metrics: Mapping[str, str]) -> Line:
     """The numbers of a configuration, and its difference to the baseline."""
     line = line_of(item, metrics)
-    line["valid_mean"] = mean(item.runs["valid"])
-    line["valid_std"] = item.runs["valid"].std()
-    line["pairs"] = math.nan
+    valid = item.runs["valid"]
+    line.validation = Numbers(mean(valid), valid.std())
     if base is None or base is item:
         return line
     compared = compare(item.runs, base.runs, list(metrics))
-    if compared["n"].iloc[0] == 0:
+    n_pairs = compared["n"].iloc[0]
+    if n_pairs == 0:
         return line
-    line["pairs"] = float(compared["n"].iloc[0])
+    line.pairs = float(n_pairs)
     for metric in metrics:
-        line[f"{metric}_gain"] = compared.loc[metric, "gain"]
-        line[f"{metric}_half"] = compared.loc[metric, "half"]
+        line.numbers[metric].gain = Interval(compared.loc[metric, "gain"], compared.loc[metric, "half"])
     return line
 
 
 # Text.
 
 
-def value(row: pd.Series, name: str) -> float:
-    """A number of a line; NaN where it has none."""
-    found = row.get(name, math.nan)
-    if found is None:
-        return math.nan
-    return float(found)
-
-
-def mean_cell(row: pd.Series, metric: str, digits: int) -> str:
-    text = markdown.fixed(value(row, f"{metric}_mean"), digits)
-    deviation = markdown.fixed(value(row, f"{metric}_std"), digits)
+def mean_cell(numbers: Numbers, n_seeds: float, digits: int) -> str:
+    text = markdown.fixed(numbers.mean, digits)
+    deviation = markdown.fixed(numbers.std, digits)
     if deviation:
         text += f" ± {deviation}"
-    if value(row, "n_seeds") == 0 and not text:
+    if n_seeds == 0 and not text:
         return "not run"
     return text
 
 
-def setting_texts(name: str, values: pd.Series) -> pd.Series:
+def setting_texts(table: Table, name: str) -> list[str]:
     """The text of a setting in each line, with all digits where fewer would make two values one."""
+    values = pd.Series([line.setting(name) for line in table.lines])
     texts = values.map(partial(markdown.setting, name)).where(values.notna(), "")
     exact = as_text(values)
     if texts.nunique() < exact.nunique():
-        return exact
-    return texts
+        return exact.to_list()
+    return texts.to_list()
 
 
 def cells(table: Table) -> pd.DataFrame:
     """The text of a table."""
-    texts = {name: setting_texts(name, table.lines[name]) for name in table.settings}
+    texts = {markdown.heading(name): setting_texts(table, name) for name in table.settings}
     rows = []
-    for _, row in table.lines.assign(**texts).iterrows():
-        rows.append(line_cells(table, row))
+    for number, line in enumerate(table.lines):
+        own = {heading: column[number] for heading, column in texts.items()}
+        if line.validation is not None:
+            rows.append(gain_cells(table, line, own))
+        else:
+            rows.append(line_cells(table, line, own))
     return markdown.without_empty_columns(pd.DataFrame(rows))
 
 
-def line_cells(table: Table, row: pd.Series) -> dict[str, str]:
-    """The text of a line, by headings."""
-    if "valid_mean" in table.lines:
-        return gain_cells(table, row)
-    found = {markdown.heading(name): row[name] for name in table.settings}
-    found["public"] = str(row["public"]).replace("nan", "")
-    has_published = any(table.lines[f"published_{metric}"].notna().any() for metric in table.metrics)
+def line_cells(table: Table, line: Line, own: Mapping[str, str]) -> dict[str, str]:
+    """The text of a line, by headings. own: that of its settings."""
+    found = {**own, "public": line.public}
     for metric, label in table.metrics.items():
-        digits = table.digits.get(metric, 2)
-        found[f"{label} published"] = markdown.fixed(value(row, f"published_{metric}"), digits)
-        found[f"{label} rerun"] = markdown.fixed(value(row, f"rerun_{metric}"), digits)
+        digits = table.digits[metric]
+        numbers = line.numbers[metric]
+        found[f"{label} published"] = markdown.fixed(numbers.published, digits)
+        found[f"{label} rerun"] = markdown.fixed(numbers.rerun, digits)
         if table.has_yours:
-            found |= verdict_cells(row, metric, label, digits)
+            found |= verdict_cells(line, metric, label, digits)
             continue
-        own = label
-        if has_published:
-            own = f"{label} measured"
-        found[own] = mean_cell(row, metric, digits)
-        found[f"{label} difference"] = markdown.signed(value(row, f"{metric}_difference"), digits)
-    found["not as published"] = str(row["not as published"]).replace("nan", "")
+        measured = label
+        if table.has_published:
+            measured = f"{label} measured"
+        found[measured] = mean_cell(numbers, line.n_seeds, digits)
+        found[f"{label} difference"] = markdown.signed(numbers.difference, digits)
+    found["not as published"] = line.not_as_published
     if not table.has_yours:
-        found["seeds"] = markdown.number(value(row, "n_seeds"))
+        found["seeds"] = markdown.number(line.n_seeds)
     return found
 
 
-def verdict_cells(row: pd.Series, metric: str, label: str, digits: int) -> dict[str, str]:
+def verdict_cells(line: Line, metric: str, label: str, digits: int) -> dict[str, str]:
     """The repository's mean, yours, the verdict, and yours minus the published value."""
-    item = row["configuration"]
-    if not isinstance(item, Configuration):
+    if line.configuration is None:
         return {f"{label} repository": "not run", f"{label} yours": "not run", f"{label} verdict": ""}
-    return {
-        f"{label} repository": markdown.mean_std_seeds(item.repository[metric], digits),
-        f"{label} yours": markdown.mean_std_seeds(item.yours[metric], digits),
-        f"{label} verdict": markdown.agreement(row[f"{metric}_verdict"]),
-        f"{label} yours − published": from_published_cell(row[f"{metric}_from_published"], digits),
+    numbers = line.numbers[metric]
+    found = {
+        f"{label} repository": markdown.mean_std_seeds(line.configuration.repository[metric], digits),
+        f"{label} yours": markdown.mean_std_seeds(line.configuration.yours[metric], digits),
     }
+    if numbers.verdict is not None:
+        found[f"{label} verdict"] = markdown.agreement(numbers.verdict)
+    if numbers.from_published is not None:
+        found[f"{label} yours − published"] = markdown.interval(numbers.from_published, digits)
+    return found
 
 
-def from_published_cell(value: object, digits: int) -> str:
-    if not isinstance(value, Interval):
-        return ""
-    return markdown.interval(value, digits)
-
-
-def gain_cells(table: Table, row: pd.Series) -> dict[str, str]:
-    named = {markdown.heading(name): row[name] for name in table.settings}
+def gain_cells(table: Table, line: Line, own: Mapping[str, str]) -> dict[str, str]:
+    """The text of a line with a difference to a baseline, by headings. own: that of its settings."""
+    named = dict(own)
     found = {}
     for heading in ("method", "P_K"):
         if heading in named:
             found[heading] = named.pop(heading)
     for metric, label in table.metrics.items():
-        gain = Interval(value(row, f"{metric}_gain"), value(row, f"{metric}_half"))
-        found[f"Δ {label}"] = markdown.interval(gain)
-    for metric, label in {"valid": "validation", **table.metrics}.items():
-        found[label] = mean_cell(row, metric, 2)
-    found["seeds"] = markdown.number(value(row, "n_seeds"))
-    if "pairs" in table.lines:
-        found["pairs"] = markdown.number(value(row, "pairs"))
+        found[f"Δ {label}"] = markdown.interval(line.numbers[metric].gain)
+    if line.validation is not None:
+        found["validation"] = mean_cell(line.validation, line.n_seeds, 2)
+    for metric, label in table.metrics.items():
+        found[label] = mean_cell(line.numbers[metric], line.n_seeds, 2)
+    found["seeds"] = markdown.number(line.n_seeds)
+    if table.has_other_pairs:
+        found["pairs"] = markdown.number(line.pairs)
     return found | named
 
 
@@ -588,7 +652,7 @@ def source_of(table: Table, shown: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """The cells, and the line below: what is not as published in every run stands there, and not in a column."""
     source = table.source
     if "not as published" in shown and not table.has_yours:
-        is_run = table.lines["n_seeds"] > 0
+        is_run = [line.n_seeds > 0 for line in table.lines]
         reasons = shown["not as published"][is_run]
         if len(reasons) and reasons.nunique() == 1:
             source += f" Not as published: {reasons.iloc[0]}."
@@ -606,12 +670,36 @@ def as_latex(table: Table) -> str:
     return markdown.latex(shown, f"{table.caption} {source}", table.name)
 
 
+def frame(table: Table) -> pd.DataFrame:
+    """The numbers of a table, with all digits: a row per line, and a column for each number that any line has."""
+    rows = []
+    for line in table.lines:
+        row = {name: line.setting(name) for name in table.settings} | {"public": line.public}
+        for metric, numbers in line.numbers.items():
+            row |= number_columns(metric, numbers)
+        if line.validation is not None:
+            row |= number_columns("valid", line.validation)
+        rows.append(row | {"not as published": line.not_as_published, "n_seeds": line.n_seeds, "pairs": line.pairs})
+    found = pd.DataFrame(rows)
+    is_used = (found.notna() & (found != "")).any()
+    return found.loc[:, is_used]
+
+
+def number_columns(name: str, numbers: Numbers) -> dict[str, float]:
+    """The numbers of an accuracy, by their columns."""
+    return {
+        f"published_{name}": numbers.published,
+        f"rerun_{name}": numbers.rerun,
+        f"{name}_mean": numbers.mean,
+        f"{name}_std": numbers.std,
+        f"{name}_difference": numbers.difference,
+        f"{name}_gain": numbers.gain.mean,
+        f"{name}_half": numbers.gain.half,
+    }
+
+
 def as_csv(table: Table) -> str:
-    """The numbers of a table, with all digits."""
-    frame = table.lines.drop(columns="configuration", errors="ignore")
-    numbers = [name for name in frame if not name.endswith(OBJECTS) and frame[name].notna().any()]
-    frame = frame[numbers]
-    return frame.to_csv(index=False, lineterminator="\n")
+    return frame(table).to_csv(index=False, lineterminator="\n")
 
 
 FORMATS = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
@@ -621,7 +709,8 @@ def verdicts(table: Table) -> list[Agreement]:
     """The verdicts of all lines and metrics that have one."""
     found = []
     for metric in table.metrics:
-        for item in table.lines[f"{metric}_verdict"]:
-            if isinstance(item, Agreement) and item.verdict:
-                found.append(item)
+        for line in table.lines:
+            verdict = line.numbers[metric].verdict
+            if verdict is not None and verdict.verdict:
+                found.append(verdict)
     return found

@@ -258,6 +258,17 @@ def test_csv_and_latex_have_the_numbers_of_the_table(made, two_seeds, tmp_path):
     assert not re.search(r"[±−≈†β]|(?<!\\)[_#%]", body)
 
 
+def test_a_csv_of_differences_has_no_cell_of_a_single_run(capsys):
+    path = REPOSITORY / "table1_short.csv"
+    assert report.main([str(path), "--paired", "softmax_cross_entropy", "--format", "csv"]) == 0
+    rows = {(row["method"], row["p_k"]): row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    row = rows["splitter_selection", "0.2 0.2 0.2 0.2 0.2"]
+    assert not {"run_id", "seed", "test_top1", "train_seconds", "git_commit"} & set(row)
+    runs = read_runs(path, ["p_k=0.2 0.2 0.2 0.2 0.2", "method=splitter_selection"])
+    assert float(row["test_top1_mean"]) == pytest.approx(runs["test_top1"].mean())
+    assert float(row["pairs"]) == float(row["n_seeds"]) == len(runs)
+
+
 def test_the_results_are_never_the_output(made, two_seeds, tmp_path):
     made(two_seeds)
     before = (tmp_path / "table1.csv").read_bytes()
