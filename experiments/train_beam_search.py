@@ -38,7 +38,7 @@ from experiments.common.objective import build_loss, build_operator, check_finit
 from experiments.common.operators import BoundOperator
 from experiments.common.processes import Processes
 from experiments.common.run import Run
-from experiments.common.settings import BEAM, CALL, OWN_SETTINGS, PRETRAINING, identifying, with_role
+from experiments.common.settings import BEAM, CALL, CROSS_ENTROPY, OWN_SETTINGS, PRETRAINING, identifying, with_role
 from models.beam_search import beam_search, marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
 from topk_losses import RELAXATIONS
@@ -51,7 +51,6 @@ Operators = Callable[[int], BoundOperator]  # of any number of scores
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
 READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
 LARGEST_NORM = 1.0  # gradients are clipped to it
-CROSS_ENTROPY = "softmax_cross_entropy"  # the method of the control
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Chosen on a batch that no row uses, with a pretrained network: as sharp as possible while few right phonemes have no
 # gradient. Other methods have the library's default. SOFT top-k squashes the candidates into [0, 1] first.

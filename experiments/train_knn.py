@@ -39,13 +39,12 @@ from experiments.common.objective import OPERATOR_SETTINGS, Objective, build_ope
 from experiments.common.operators import BoundOperator
 from experiments.common.processes import Processes, compiled
 from experiments.common.run import Run
-from experiments.common.settings import KNN, UNTRAINED
+from experiments.common.settings import CROSS_ENTROPY, KNN, UNTRAINED
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
 from topk_losses import RELAXATIONS, AutoTemperature
 from topk_losses.numerics import guarded_log
 
-CROSS_ENTROPY = "softmax_cross_entropy"
 METHODS = (*RELAXATIONS, CROSS_ENTROPY, *UNTRAINED)
 LOSSES = ("mass", "log_mass")
 QUERY_ROWS = 1000  # queries at once; a tile of as many training points takes about 10 MB

@@ -112,31 +112,6 @@ def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -
     return (own - base).dropna()
 
 
-def compare(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """A configuration beside a baseline, paired by seed.
-
-    Returns:
-        A row per metric: mean and std of the runs, gain (the mean difference), half (half of its 95 % interval), p (of
-        a t test of no difference), n pairs. NaN where a statistic does not exist.
-    """
-    differences = paired(runs, baseline, metrics)
-    records = []
-    for metric in metrics:
-        gain = interval(differences[metric])
-        records.append(
-            {
-                "metric": metric,
-                "mean": mean(runs[metric]),
-                "std": runs[metric].std(),
-                "gain": gain.mean,
-                "half": gain.half,
-                "p": p_value(differences[metric]),
-                "n": len(differences),
-            }
-        )
-    return pd.DataFrame(records).set_index("metric")
-
-
 class Spread(NamedTuple):
     """A standard deviation of runs that differ in the seed, and its degrees of freedom."""
 

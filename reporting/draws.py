@@ -185,11 +185,8 @@ def answer(folder: Path, about: str, found: Sequence[Draws]) -> str:
         f"the interval that leaves out the spread of draws. {about}{about_unfinished(folder)}"
     )
     rows = markdown.table([answer_row(item) for item in found])
-    details = markdown.table(draw_rows(folder, found))
-    return (
-        f'{above}\n\n{rows}\n\n<details markdown="1">\n<summary>Each draw, with intervals over seeds</summary>\n\n'
-        f"{details}\n\n</details>"
-    )
+    folded = markdown.details("Each draw, with intervals over seeds", markdown.table(draw_rows(folder, found)))
+    return f"{above}\n\n{rows}\n\n{folded}"
 
 
 def noise_draws_answer(folder: Path) -> str:
@@ -284,8 +281,5 @@ def edges(folder: Path) -> str:
         "logarithm where trials have equal distances of it; a number of epochs if it is the least or the most."
     )
     counts = markdown.table([edge_row(setting, places) for setting, places in by_setting.items()])
-    details = markdown.plain_table(pd.DataFrame(rows).fillna(""))
-    return (
-        f'{above}\n\n{counts}\n\n<details markdown="1">\n<summary>Every choice; low, high: at an edge</summary>\n\n'
-        f"{details}\n\n</details>"
-    )
+    every = markdown.plain_table(pd.DataFrame(rows).fillna(""))
+    return f"{above}\n\n{counts}\n\n{markdown.details('Every choice; low, high: at an edge', every)}"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.common.paths import PAPER
+from experiments.common.settings import CROSS_ENTROPY
 from reporting import markdown
 from reporting.compare import interval
 from reporting.frames import METRICS, VALID, experiment, identity_of, lines_of, numbers, read_published, read_text
@@ -14,7 +15,6 @@ COLUMNS = ["top-1", "top-5", "best validation: top-1", "best validation: top-5"]
 VALUES = [f"{kind}_{metric}" for kind in KINDS for metric in METRICS]
 MILESTONES = (25, 50, 100, 200)
 WINDOW = 5  # epochs of a mean
-SOFTMAX = "softmax_cross_entropy"
 
 
 def with_means(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
@@ -73,10 +73,10 @@ def own_settings(lines: list[pd.DataFrame]) -> list[dict[str, str]]:
 
 
 def as_markdown(path: Path, runs: pd.DataFrame) -> str:
-    """Both tables."""
+    """Markdown: what runs reached at the milestones, and their differences to cross-entropy."""
     table = with_means(path, runs)
     lines = lines_of(table)
-    baselines = {experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == SOFTMAX}
+    baselines = {experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == CROSS_ENTROPY}
     published = published_ends(path, table)
     reached = []
     gains = []

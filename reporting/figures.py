@@ -276,7 +276,7 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
         widest = 5
         values = values * frame[temperatures.LOGIT_STD]
     frame[x] = values
-    softmax = frame[frame["method"] == epochs.SOFTMAX]
+    softmax = frame[frame["method"] == settings.CROSS_ENTROPY]
     drawn = []
     for p_k, part in frame.dropna(subset="number").groupby("p_k", sort=False):
         part = part.groupby(["method", "line", "number"], sort=False)[[x, *METRICS]].mean().reset_index()
@@ -470,7 +470,8 @@ def draw_findings(folder: Path) -> list[Path]:
 
 def draw_finding(axes: Sequence[Axes], place: int, found: findings.Difference) -> None:
     """Draw the differences in top-1 and top-5 of a comparison; one pair of runs has no interval."""
-    for axis, gain in zip(axes, found.gains):
+    for axis, metric in zip(axes, METRICS):
+        gain = found.gains[metric]
         color = {"gain": "C0", "loss": "C3", "no clear difference": "C7"}[gain.verdict]
         face = "white"
         if gain.is_clear:

@@ -23,10 +23,11 @@ import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
+from experiments.common import settings
 from experiments.common.paths import REPOSITORY
 from reporting import epochs, markdown, noise
 from reporting.compare import Interval, holm, interval, p_value, paired
@@ -52,9 +53,9 @@ class Comparison:
     loss_chosen: str
     baseline: str
     baseline_chosen: str
-    is_untuned: str
-    epoch: str
-    is_main: str
+    is_untuned: bool
+    epoch: int | None
+    is_main: bool
     baseline_name: str
     note: str
 
@@ -75,19 +76,28 @@ class Comparison:
 
 
 def read_comparisons() -> list[Comparison]:
+    found = []
     with Path(__file__).with_name("findings.csv").open(newline="", encoding="utf-8") as file:
-        return [Comparison(**row) for row in csv.DictReader(file)]
+        for row in csv.DictReader(file):
+            typed: dict[str, Any] = dict(row)
+            typed["epoch"] = None
+            if row["epoch"]:
+                typed["epoch"] = int(row["epoch"])
+            for name in ("is_untuned", "is_main"):
+                typed[name] = settings.boolean(row[name])
+            found.append(Comparison(**typed))
+    return found
 
 
 COMPARISONS = read_comparisons()
-MAIN = [comparison for comparison in COMPARISONS if comparison.is_main == "true"]
+MAIN = [comparison for comparison in COMPARISONS if comparison.is_main]
 
 
 class Difference(NamedTuple):
-    """What a comparison found, in points of accuracy: the difference to the baseline, for top-1 and top-5."""
+    """What a comparison found, in points of accuracy: the difference to the baseline, by the metric."""
 
     seeds: int
-    gains: list[Interval]
+    gains: dict[str, Interval]
 
 
 @functools.cache
@@ -102,10 +112,10 @@ def side(comparison: Comparison, file: str, conditions: str) -> pd.DataFrame:
     study = study_of(file, REPOSITORY)
     if isinstance(study, Tuned):  # trials may stand in the same file
         runs = runs[runs["seed"].isin(study.finals.commands.seeds)]
-    if not comparison.epoch:
+    if comparison.epoch is None:
         return runs
     runs = epochs.with_means(Path(file), runs)
-    runs = runs[runs["epoch"] == int(comparison.epoch)]
+    runs = runs[runs["epoch"] == comparison.epoch]
     return runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS})
 
 
@@ -120,7 +130,7 @@ def baseline_runs(comparison: Comparison) -> pd.DataFrame:
 
 def trials(comparison: Comparison) -> str:
     """How many settings were tried for the loss and for its baseline; "52 + 30": in two rounds."""
-    if comparison.is_untuned == "true":
+    if comparison.is_untuned:
         return "not tuned"
     stem = comparison.file.removesuffix(".csv").removesuffix(RUNNER_UP)
     files = []
@@ -150,7 +160,7 @@ def commits(comparison: Comparison) -> str:
     loss = loss_runs(comparison)
     baseline = baseline_runs(comparison)
     runs = pd.concat([loss, baseline[baseline["seed"].isin(loss["seed"])]])
-    if comparison.epoch:
+    if comparison.epoch is not None:
         finished = runs_that_meet("table1.csv", "")
         runs = finished[finished["run_id"].isin(runs["run_id"])]
     resumed = runs["git_commit"].str.split("+").explode()
@@ -168,14 +178,14 @@ def short_commit(commit: str) -> str:
 def difference(comparison: Comparison) -> Difference:
     """A comparison's mean difference and interval over the seeds that both sides have."""
     differences = paired(loss_runs(comparison), baseline_runs(comparison), list(METRICS))
-    return Difference(len(differences), [interval(differences[metric]) for metric in METRICS])
+    return Difference(len(differences), {metric: interval(differences[metric]) for metric in METRICS})
 
 
 def status(found: Difference) -> str:
     """Gain, loss or no clear difference, for top-1 and top-5."""
     if found.seeds == 1:
         return "one pair"
-    top1, top5 = (gain.verdict for gain in found.gains)
+    top1, top5 = (found.gains[metric].verdict for metric in METRICS)
     if top1 == top5:
         return top1
     return f"top-1: {top1}; top-5: {top5}"
@@ -226,7 +236,8 @@ def is_dropped_by_holm(comparison: Comparison, metric: str) -> bool:
 def cells(comparison: Comparison, found: Difference) -> dict[str, str]:
     """The cells of a difference. A clear one is bold, and has a dagger if Holm's method does not keep it."""
     row = {}
-    for metric, heading, gain in zip(METRICS, GAINS, found.gains):
+    for metric, heading in zip(METRICS, GAINS):
+        gain = found.gains[metric]
         row[heading] = markdown.interval(gain)
         if gain.is_clear:
             row[heading] = f"**{row[heading]}**"

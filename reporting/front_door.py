@@ -13,12 +13,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.common.paths import REPOSITORY
+from experiments.common.settings import CROSS_ENTROPY
 from reporting import findings, markdown
 from reporting.figures import NARROW, STYLE, save
 from topk_losses import make_loss
 
 TOP_K_LOSS = "splitter_selection"
-CROSS_ENTROPY = "softmax_cross_entropy"
 SMOOTHING_EPOCHS = 5  # over which the curves of the first figure are averaged
 NUM_OTHERS = 16  # other classes in the figure of pulls, their scores evenly spaced
 

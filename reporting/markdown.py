@@ -153,6 +153,11 @@ def plain_table(cells: pd.DataFrame | Sequence[dict[str, str]]) -> str:
     return pd.DataFrame(cells).to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
 
 
+def details(summary: str, content: str) -> str:
+    """Content that stays folded below its summary until a reader opens it."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{content}\n\n</details>'
+
+
 def latex(cells: pd.DataFrame, caption: str, name: str) -> str:
     """A table environment of LaTeX; it needs the package booktabs."""
     escapes = str.maketrans(LATEX)

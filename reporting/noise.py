@@ -210,7 +210,7 @@ def noise_table(folder: Path, labels: str) -> str:
     clean = markdown.table([row_of(folder, labels, loss, "clean") for loss in results.losses])
     return (
         f"{caption(folder, labels)}\n\nChosen by noisy validation labels:\n\n{noisy}\n\n"
-        f'<details markdown="1">\n<summary>Chosen by clean validation labels</summary>\n\n{clean}\n\n</details>'
+        f"{markdown.details('Chosen by clean validation labels', clean)}"
     )
 
 
@@ -260,10 +260,8 @@ def noise_answer(folder: Path) -> str:
         "shown, of robust losses the better."
     )
     summary = f"{len(SORTING)} and {len(ROBUST)} losses: without top-k losses that also correct labels"
-    return (
-        f'{above}\n\n{answer_table(folder, RANKING)}\n\n<details markdown="1">\n<summary>{summary}</summary>\n\n'
-        f"{answer_table(folder, SORTING)}\n\n</details>"
-    )
+    folded = markdown.details(summary, answer_table(folder, SORTING))
+    return f"{above}\n\n{answer_table(folder, RANKING)}\n\n{folded}"
 
 
 def rule_text(folder: Path) -> str:

@@ -21,10 +21,11 @@ import pandas as pd
 
 import topk_losses
 from experiments.common.paths import PAPER, REPOSITORY, ROOT
+from experiments.common.settings import CROSS_ENTROPY
 from reporting import markdown, tables
 from reporting.frames import METRICS, plain_number, read_runs, read_text
 from topk_losses import METHODS
-from topk_losses.methods import SINGLE_K, TOP1
+from topk_losses.methods import SINGLE_K
 
 PAGES = ROOT / "docs" / "methods"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -167,7 +168,7 @@ def gains_of_heads() -> dict[str, list[str]]:
     """Each method's differences to cross-entropy in top-1 and top-5, linear classifiers, with intervals."""
     found = {}
     for name in ("heads", "heads_truncated_entropy"):  # each with its own runs of cross-entropy
-        table = tables.gains(name, read_runs(REPOSITORY / f"{name}.csv"), "softmax_cross_entropy")
+        table = tables.gains(name, read_runs(REPOSITORY / f"{name}.csv"), CROSS_ENTROPY)
         for line in table.lines:
             gains = [markdown.interval(line.numbers[metric].gain) for metric in METRICS]
             if all(gains):
@@ -177,14 +178,10 @@ def gains_of_heads() -> dict[str, list[str]]:
 
 def weights_of(method: str) -> str:
     """Which P_K a method takes."""
-    takes = "any"
+    takes = METHODS[method].takes
     operator = METHODS[method].operator
     if operator and operator.has_zeros:
         takes = "with top-1"
-    if method in TOP1:
-        takes = "top-1"
-    if method in SINGLE_K:
-        takes = "one k"
     return takes.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
 
 

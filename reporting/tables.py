@@ -22,9 +22,10 @@ from reporting.compare import (
     Spread,
     agreement,
     belongs_to,
-    compare,
     from_published,
+    interval,
     mean,
+    paired,
     pooled_spread,
     spread,
 )
@@ -545,13 +546,12 @@ def gain_line(item: Configuration, base: Configuration | None, metrics: Mapping[
     line.validation = Numbers(mean(valid), valid.std())
     if base is None or base is item:
         return line
-    compared = compare(item.runs, base.runs, list(metrics))
-    n_pairs = compared["n"].iloc[0]
-    if n_pairs == 0:
+    differences = paired(item.runs, base.runs, list(metrics))
+    if differences.empty:
         return line
-    line.pairs = float(n_pairs)
+    line.pairs = float(len(differences))
     for metric in metrics:
-        line.numbers[metric].gain = Interval(compared.loc[metric, "gain"], compared.loc[metric, "half"])
+        line.numbers[metric].gain = interval(differences[metric])
     return line
 
 

@@ -27,6 +27,7 @@ import pandas as pd
 from experiments.common import columns, door
 from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
+from experiments.common.settings import CROSS_ENTROPY
 from reporting import (
     draws,
     findings,
@@ -53,7 +54,6 @@ RUNS = re.compile(
 )
 FIGURES = ROOT / "docs" / "figures"
 PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-BASELINE = "softmax_cross_entropy"
 
 
 def results(file: Path, *conditions: str, flags: Sequence[str] = ()) -> str:
@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "published": published,
     "beside": beside,
     "hours": hours.hours,
-    "paired": partial(results, flags=["--paired", BASELINE]),
+    "paired": partial(results, flags=["--paired", CROSS_ENTROPY]),
     "temperatures": partial(results, flags=["--temperatures"]),
     "auto_gains": temperatures.auto_gains,
     "benchmark": speed.benchmark,
@@ -149,7 +149,7 @@ def rewritten(text: str, folder: Path = ROOT) -> str:
         if not settings:
             return line
         listed = "\n".join(f"- {setting}" for setting in settings.split("; "))
-        return f'{line}\n\n<details markdown="1">\n<summary>Settings</summary>\n\n{listed}\n\n</details>'
+        return f"{line}\n\n{markdown.details('Settings', listed)}"
 
     def made(part: re.Match[str]) -> str:
         begin, kind, arguments, end = part.groups()

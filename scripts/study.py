@@ -45,13 +45,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--commands", action="store_true", help="start nothing: print the table of finished runs with their commands"
     )
     parser.add_argument("--short", action="store_true", help="fewer epochs: table1, table4, beam_search, knn")
-    parser.add_argument("--name", help="heads: name of the files in results/ (default: heads)")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="heads: methods, or all (default: four of them)")
-    parser.add_argument("--num_valid", type=int, help="heads: rows that validate, 0 for the data's own (default: 5000)")
-    parser.add_argument("--human", type=Path, metavar="FILE", help="noise: CIFAR-100_human.pt of CIFAR-100N")
-    parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise, few_labels: kinds (default: all)")
-    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise, few_labels: losses by name (default: all)")
-    parser.add_argument("--folder", type=Path, help=f"noise: folder for files of labels (default: {noise.FOLDER})")
+    parser.add_argument("--name", help="heads*: name of the files in results/ (default: heads)")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="heads*: methods, or all (default: four of them)"
+    )
+    parser.add_argument(
+        "--num_valid", type=int, help="heads*: rows that validate, 0 for the data's own (default: 5000)"
+    )
+    parser.add_argument("--human", type=Path, metavar="FILE", help="noise*: CIFAR-100_human.pt of CIFAR-100N")
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise*, few_labels: kinds (default: all)")
+    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise*, few_labels: losses by name (default: all)")
+    parser.add_argument("--folder", type=Path, help=f"noise*: folder for files of labels (default: {noise.FOLDER})")
     parser.add_argument("--choice", choices=("noisy", "clean"), help="noise: which labels choose (default: noisy)")
     return parser
 
@@ -69,7 +73,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     args.study = head[0]
     args.data = head[1:]
     entry = STUDIES[args.study]
-    for name in ("short", "name", "methods", "num_valid", "human", "labels", "losses", "folder", "choice"):
+    for name in sorted(set().union(*(known.options for known in STUDIES.values()))):
         value = getattr(args, name)
         is_given = value is not None and value is not False  # 0 is given
         if is_given and name not in entry.options:
@@ -121,7 +125,7 @@ def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
     earlier = earlier_trials(args)
     if args.starts_nothing and earlier is not None and not earlier.is_file():
         print(f"# {args.study}: known when {earlier.name} is there")
-    elif args.study in noise.DESIGNS:
+    elif args.study in noise.DESIGNS_OF_LABELS:
         yield from noise_studies(args)
     elif args.study in DESIGNS:
         yield from studies_of_draws(args)
@@ -280,7 +284,7 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
         status = tune(study, launching, args.starts_nothing)
     else:
         launching = Launching(args, extra, study.run_per_core)
-        status = launching(Stage(study.name, study.files[0], distinct(study.commands(), extra)))
+        status = launching(Stage(study.name, distinct(study.commands(), extra)))
     if not args.starts_nothing and status < 128:
         print_tables(study, args)
     return status

@@ -23,7 +23,8 @@ def lazy(module: str, name: str) -> Callable[..., Study | Tuned]:
     return make
 
 
-DESIGNS = noise.DESIGNS | {few_labels.FEW_LABELS.name: few_labels.FEW_LABELS}  # studies of kinds of labels, or draws
+# Studies of kinds of labels, or of draws.
+DESIGNS = noise.DESIGNS_OF_LABELS | {few_labels.FEW_LABELS.name: few_labels.FEW_LABELS}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from studies.from_scratch import HALF, SOFTMAX
+from studies.from_scratch import HALF_FLAG, SOFTMAX
 from studies.noise import Design, Labels, space
 from studies.runs import CIFAR100, RunList, Study
 from studies.tuning import Candidate, Range, Rule
@@ -106,8 +106,8 @@ SCRATCH = RunList(
         f"{SOFTMAX} --lr .001",
         f"{SOFTMAX} --lr .001 --label_smoothing .1",
         "--method ldr_kl --p_k 1 0 0 0 0 --inverse_temperature 1 --margin 1 --lr .001",
-        f"--method splitter_selection {HALF} --inverse_temperature .1 --lr .001",
-        f"--method lapsum {HALF} --inverse_temperature .25 --lr .001",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .1 --lr .001",
+        f"--method lapsum {HALF_FLAG} --inverse_temperature .25 --lr .001",
     ),
     schedule="--n_epochs 100 --precision bf16",
 )

@@ -7,7 +7,7 @@ from studies.runs import CIFAR100, SHORT, RunList, Study
 from studies.tuning import Candidate, Finals, Grid, OneByOne, Rule, Trial, Tuned
 
 EVEN = ".2 .2 .2 .2 .2"
-HALF = "--p_k .5 0 0 0 .5"
+HALF_FLAG = "--p_k .5 0 0 0 .5"
 SPLITTER = "--method splitter_selection --distribution logistic_phi --inverse_temperature .5 --art_lambda .5"
 
 STRONG = RunList(
@@ -37,16 +37,16 @@ TRIED = RunList(
     seeds=(0,),
     schedule=SHORT,
     losses=(
-        f"--method splitter_selection {HALF} --inverse_temperature .5",
-        f"--method splitter_selection {HALF} --inverse_temperature .1",
-        f"--method lapsum {HALF} --inverse_temperature .1",
-        f"--method splitter_selection {HALF} --inverse_temperature .25",
-        f"--method lapsum {HALF} --inverse_temperature .25",
-        f"--method splitter_selection {HALF} --inverse_temperature .05",
-        f"--method df_topk {HALF} --inverse_temperature .1",
-        f"--method df_topk {HALF} --inverse_temperature .25",
-        f"--method softsort {HALF} --inverse_temperature 1",
-        f"--method softsort {HALF} --inverse_temperature 2",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .5",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .1",
+        f"--method lapsum {HALF_FLAG} --inverse_temperature .1",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .25",
+        f"--method lapsum {HALF_FLAG} --inverse_temperature .25",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .05",
+        f"--method df_topk {HALF_FLAG} --inverse_temperature .1",
+        f"--method df_topk {HALF_FLAG} --inverse_temperature .25",
+        f"--method softsort {HALF_FLAG} --inverse_temperature 1",
+        f"--method softsort {HALF_FLAG} --inverse_temperature 2",
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .001",
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .001 --label_smoothing .1",
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .0005",
@@ -57,21 +57,21 @@ BEST = TRIED.but(
     seeds=(1, 2),
     losses=(
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .001",
-        f"--method splitter_selection {HALF} --inverse_temperature .1",
-        f"--method df_topk {HALF} --inverse_temperature .1",
-        f"--method softsort {HALF} --inverse_temperature 1",
-        f"--method lapsum {HALF} --inverse_temperature .25",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .1",
+        f"--method df_topk {HALF_FLAG} --inverse_temperature .1",
+        f"--method softsort {HALF_FLAG} --inverse_temperature 1",
+        f"--method lapsum {HALF_FLAG} --inverse_temperature .25",
     ),
 )
 NOISY = TRIED.but(
     schedule=f"--label_noise .2 {SHORT}",
     losses=(
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .001",
-        f"--method splitter_selection {HALF} --inverse_temperature .1",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .1",
         "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. --lr .001 --label_smoothing .1",
-        f"--method lapsum {HALF} --inverse_temperature .1",
-        f"--method splitter_selection {HALF} --inverse_temperature .05",
-        f"--method splitter_selection {HALF} --inverse_temperature .025",
+        f"--method lapsum {HALF_FLAG} --inverse_temperature .1",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .05",
+        f"--method splitter_selection {HALF_FLAG} --inverse_temperature .025",
     ),
 )
 SOFTMAX = "--method softmax_cross_entropy --p_k 1 0 0 0 0"
@@ -85,10 +85,10 @@ PEOPLE = (
         "generalized_cross_entropy", "GCE", "--method generalized_cross_entropy", options=("--q 0.7", "--q 0.3")
     ),
     Candidate(
-        "splitter_selection", "splitter selection network", f"--method splitter_selection {HALF}",
+        "splitter_selection", "splitter selection network", f"--method splitter_selection {HALF_FLAG}",
         options=("--inverse_temperature 0.025", "--inverse_temperature 0.1"),
     ),
-    Candidate("lapsum", "LapSum", f"--method lapsum {HALF}", options=("--inverse_temperature 0.1",)),
+    Candidate("lapsum", "LapSum", f"--method lapsum {HALF_FLAG}", options=("--inverse_temperature 0.1",)),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Linear classifiers on embeddings with chosen settings: trials of 5 epochs, the best again with 22, ten other seeds.
 
-`more` has 30 trials around the best of each loss, and 30 of forward correction.
+`heads_more` has 30 trials around the best of each loss, and 30 of forward correction.
 """
 
 import shlex

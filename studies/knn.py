@@ -13,7 +13,7 @@ WITHOUT_RELAXATION = (
     "--method softmax_cross_entropy",
     "--method softmax_cross_entropy --prediction network",
 )
-SHORT = (
+SHORT_LOSSES = (
     "--method inputs",
     "--method pca",
     "--method softmax_cross_entropy --prediction network --lr .01",
@@ -34,7 +34,7 @@ def knn(*sources: str, short: bool = False) -> Study:
     schedule = ""
     name = "knn"
     if short:
-        losses = SHORT
+        losses = SHORT_LOSSES
         schedule = "--n_epochs 3 --precision bf16"
         name = "knn_short"
     lists = tuple(runs_on(source, losses, schedule) for source in sources or PUBLISHED)

@@ -65,7 +65,7 @@ ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # that neither 
 SORTING = ("splitter_selection", "lapsum", "softsort", "df_topk", "smooth_topk")  # without forward correction
 RANKING = (*SORTING, "splitter_selection_forward", "lapsum_forward")
 NOISE_RATES = Range(0.05, 0.8, linear=True)
-HALF = "--p_k .5 0 0 0 .5 --m 16"  # half top-1, half top-5
+TOP_K = "--p_k .5 0 0 0 .5 --m 16"  # half top-1, half top-5, of the 16 largest scores
 # Cross-entropy of the 16 scores that the losses above keep: all of them are within the first 16, so that the weight of
 # top-16 adds 1e-12 to the softmax. The method makes no difference.
 KEPT = f"--method df_topk --p_k 0.999999999999 {'0 ' * 14}1e-12 --m 16"
@@ -102,23 +102,23 @@ def space(labels: str, folder: Path = FOLDER) -> tuple[Candidate, ...]:
         Candidate("nce_rce", "NCE + RCE", "--method nce_rce --alpha 10", {"beta": Range(0.03, 3)}),
         Candidate("phuber", "PHuber cross-entropy", "--method phuber_cross_entropy", {"tau": Range(2, 100)}),
         Candidate(
-            "splitter_selection", "splitter selection network", f"--method splitter_selection {HALF}",
+            "splitter_selection", "splitter selection network", f"--method splitter_selection {TOP_K}",
             {"inverse_temperature": Range(1 / 32, 1)},
         ),
-        Candidate("lapsum", "LapSum", f"--method lapsum {HALF}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
-        Candidate("softsort", "SoftSort", f"--method softsort {HALF}", {"inverse_temperature": Range(0.5 / 32, 0.5)}),
-        Candidate("df_topk", "DFTopK", f"--method df_topk {HALF}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
+        Candidate("lapsum", "LapSum", f"--method lapsum {TOP_K}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
+        Candidate("softsort", "SoftSort", f"--method softsort {TOP_K}", {"inverse_temperature": Range(0.5 / 32, 0.5)}),
+        Candidate("df_topk", "DFTopK", f"--method df_topk {TOP_K}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
         Candidate(
             "smooth_topk", "smooth top-k, top-5 only", "--method smooth_topk --p_k 0 0 0 0 1",
             {"inverse_temperature": Range(0.25, 8)},
         ),
         Candidate(
             "splitter_selection_forward", "splitter selection network, forward correction",
-            f"--method splitter_selection {HALF}",
+            f"--method splitter_selection {TOP_K}",
             {"inverse_temperature": Range(1 / 32, 1), "noise_rate": NOISE_RATES},
         ),
         Candidate(
-            "lapsum_forward", "LapSum, forward correction", f"--method lapsum {HALF}",
+            "lapsum_forward", "LapSum, forward correction", f"--method lapsum {TOP_K}",
             {"inverse_temperature": Range(0.25 / 32, 0.25), "noise_rate": NOISE_RATES},
         ),
         Candidate("cross_entropy_16", "cross-entropy of 16 scores", KEPT),
@@ -227,6 +227,6 @@ NOISE_DRAWS = Design(
     epochs=(4, 12, 24),
     ranges={"lr": Range(0.0001, 0.003), "weight_decay": Range(0.01, 10.0)},
 )
-DESIGNS = {design.name: design for design in (NOISE, NOISE_DRAWS)}
+DESIGNS_OF_LABELS = {design.name: design for design in (NOISE, NOISE_DRAWS)}
 noise = NOISE.study
 noise_draws = NOISE_DRAWS.study

@@ -1,4 +1,4 @@
-"""A list of runs: commands that write one results file, and the only places that make or read command lines."""
+"""A list of runs: commands that write one results file, and what reads the flags of a command."""
 
 import re
 import shlex
@@ -13,11 +13,11 @@ from experiments.common import settings
 from experiments.common.settings import BY_FLAG, BY_NAME, CALL, LOSS, MACHINE, Setting
 
 PYTHON = ".venv/bin/python"
-CIFAR100 = "experiments/train_cifar100.py"
-IMAGENET = "experiments/finetune_imagenet.py"
+CIFAR100 = f"experiments/{settings.CIFAR}.py"
+IMAGENET = f"experiments/{settings.HEADS}.py"
 IMAGENET_21K = "experiments/finetune_imagenet21k.py"
-NEIGHBOURS = "experiments/train_knn.py"
-BEAM_SEARCH = "experiments/train_beam_search.py"
+NEIGHBOURS = f"experiments/{settings.KNN}.py"
+BEAM_SEARCH = f"experiments/{settings.BEAM}.py"
 DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")  # of NEIGHBOURS; other words are files
 PROTOCOLS = {IMAGENET: "--n_epochs 20", IMAGENET_21K: "--n_epochs 40"}  # with a million rows; else by their number
 # What a script fills in where a flag is not given: a row with another value is another run.
@@ -339,7 +339,8 @@ def defaults_of(script: str) -> Mapping[str, Any]:
 
 def filled_in_by_loss(script: str, name: str, values: Mapping[str, Any]) -> Any:
     """P_K or the inverse temperature of a run without the flag; whatever its row has of a loss that is not known."""
-    from topk_losses import METHODS  # loads PyTorch, which rows that name both need not
+    from experiments.common.objective import published_p_k  # these load PyTorch, which rows that name both need not
+    from topk_losses import METHODS
 
     method = values["method"]
     if method not in METHODS:
@@ -352,20 +353,13 @@ def filled_in_by_loss(script: str, name: str, values: Mapping[str, Any]) -> Any:
         weights[0] += 0.5
         weights[-1] += 0.5
         return tuple(weights)
-    p_ks = {"top-1": (1.0, 0.0, 0.0, 0.0, 0.0), "one k": (0.0, 0.0, 0.0, 0.0, 1.0)}
-    return p_ks.get(METHODS[method].takes, (0.2,) * 5)
+    return tuple(published_p_k(method))
 
 
 def command_of(row: Mapping[str, str]) -> str:
     """The command that repeats the run of a row, every setting written out."""
-    scripts = {
-        settings.CIFAR: CIFAR100,
-        settings.HEADS: IMAGENET,
-        settings.KNN: NEIGHBOURS,
-        settings.BEAM: BEAM_SEARCH,
-    }
     script = settings.script_of(row)
-    words = [PYTHON, scripts[script]]
+    words = [PYTHON, f"experiments/{script}.py"]
     for setting in settings.SETTINGS:
         cell = row.get(setting.name, "")
         is_own = script in setting.scripts or setting.name in ("data_path", "noisy_labels", "noise_matrix", "nloglr")

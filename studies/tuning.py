@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 
 from experiments.common.columns import about_repeats
 from experiments.common.rows import read_rows
+from experiments.common.settings import CROSS_ENTROPY
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
 
 Row = dict[str, str]
-BASELINE = "softmax_cross_entropy"
 BETTER = 1
 EARLIER = 0
 WORSE = -1
@@ -74,7 +74,7 @@ class Candidate:
     @property
     def ties(self) -> int:
         """Which of two trials with equal validation is chosen, see `Tried.order`; of a baseline the better in test."""
-        if parse_flags(self.flags).get("method") == BASELINE:
+        if parse_flags(self.flags).get("method") == CROSS_ENTROPY:
             return BETTER
         return EARLIER
 
@@ -360,19 +360,17 @@ class Grid:
         return trials
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Longer(Grid):
     """The best loss of an earlier round by seed 0, with each value again and more epochs."""
 
-    earlier: Grid | None = None
-    split: str = "valid"
+    earlier: Grid
 
     def of(self, candidate: Candidate, known: Known) -> list[Trial]:
-        assert self.earlier is not None
         trials = self.earlier.of(candidate, known)
         if not known.are_done(trials):
             return []
-        best = ONE_SEED.finalists_of(known.tried(trials), self.split, EARLIER)[0]
+        best = ONE_SEED.finalists_of(known.tried(trials), "valid", EARLIER)[0]
         return self.with_values(best.trial.loss)
 
 
@@ -395,10 +393,9 @@ class Finals:
 
 
 class Stage(NamedTuple):
-    """Commands that run at once: the name of their logs, the file of their rows."""
+    """Commands that run at once, and the name of their logs."""
 
     name: str
-    results: str
     commands: list[str]
 
 
@@ -419,7 +416,6 @@ class Tuned:
     rounds: tuple[Round, ...]
     finals: Finals
     embeddings: str = ""
-    limit: str = ""
 
     @property
     def trials_file(self) -> Path:
@@ -549,16 +545,16 @@ def tune(study: Tuned, launch: Launch, starts_nothing: bool = False) -> int:
         commands = study.round_commands(part)
         if not commands:
             return unknown(part.name, "the trials before")
-        status = launch(Stage(f"{study.name}_{part.name}", str(part.commands.results), commands))
+        status = launch(Stage(f"{study.name}_{part.name}", commands))
         if status:
             return status
     if not study.trials_are_done(study.known()):
         return unknown("finalists", "its trials")
     commands = study.finalist_commands()
     if commands:
-        status = launch(Stage(f"{study.name}_finalists", str(study.trials_file), commands))
+        status = launch(Stage(f"{study.name}_finalists", commands))
         if status:
             return status
     if not study.has_chosen(study.known()):
         return unknown("finals", "its finalists")
-    return launch(Stage(study.name, str(study.finals.commands.results), study.final_commands()))
+    return launch(Stage(study.name, study.final_commands()))

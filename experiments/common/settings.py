@@ -43,6 +43,7 @@ CIFAR = "train_cifar100"
 HEADS = "finetune_imagenet"
 KNN = "train_knn"
 BEAM = "train_beam_search"
+CROSS_ENTROPY = "softmax_cross_entropy"  # the method that others are compared with
 UNTRAINED = ("inputs", "pca")  # methods of KNN: neighbours of the inputs, of their principal components
 PRETRAINING = "pretraining"  # the pretraining that arms of beam search share
 LOWEST = 1e-30  # of inverse temperatures: float32 holds these

@@ -13,8 +13,8 @@ from reporting.compare import (
     Spread,
     agreement,
     belongs_to,
-    compare,
     interval,
+    p_value,
     paired,
     pooled_spread,
     spread,
@@ -97,12 +97,10 @@ def test_differences_are_of_paired_seeds():
     base = runs(seed=[0.0, 1.0, 2.0, 3.0], top1=[61.0, 62.5, 60.4, 75.0])
     gains = np.array([1.1, -0.1, 3.4])
     low, high = stats.t.interval(0.95, 2, loc=gains.mean(), scale=stats.sem(gains))
-    found = compare(own, base, ["top1"]).loc["top1"]
-    assert (found["gain"], found["half"], found["n"]) == (
-        pytest.approx(gains.mean()), pytest.approx((high - low) / 2), 3,
-    )  # fmt: skip
-    assert found["p"] == pytest.approx(stats.ttest_1samp(gains, 0).pvalue)
-    assert found["std"] == pytest.approx(np.std([62.1, 62.4, 63.8, 20.0], ddof=1))
+    found = paired(own, base, ["top1"])["top1"]
+    assert found.to_numpy() == pytest.approx(gains)
+    assert interval(found) == pytest.approx((gains.mean(), (high - low) / 2))
+    assert p_value(found) == pytest.approx(stats.ttest_1samp(gains, 0).pvalue)
 
 
 def test_a_difference_of_several_settings_is_refused():

@@ -104,4 +104,4 @@ def test_findings_are_of_the_paired_seeds_alone(tmp_path):
     base = by_seed.loc[by_seed["method"] == "softmax_cross_entropy", "top1"]
     ours = by_seed.loc[by_seed["method"] == "ldr_kl", "top1"]
     assert (found.seeds, len(base)) == (8, 10)
-    assert markdown.interval(found.gains[0]) == interval((ours - base).dropna().to_numpy())
+    assert markdown.interval(found.gains["test_top1"]) == interval((ours - base).dropna().to_numpy())
