@@ -563,7 +563,7 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     gains = sorted(row["Δ top-1"][1:5] for row in kept if row["Δ top-1"].endswith("(gain)"))
     drawn = [row["Δ top-5"] for row in kept if "drawn" in row["labels"]]
     top5 = sorted(cell[1:5] for cell in drawn if cell.endswith("(loss)"))
-    sets = f"{IN_WORDS[len(gains)]} of {IN_WORDS[len(kept)]} sets of labels"
+    sets = f"{IN_WORDS[len(gains)]} of these {IN_WORDS[len(kept)]} sets"
     (loss,) = [row["Δ top-1"][1:5] for row in kept if row["Δ top-1"].endswith("(loss)")]
     assert f"gains {gains[0]} to {gains[-1]} points of top-1 in {sets}, and loses {loss} in the other" in text
     drawn_sets = f"{IN_WORDS[len(top5)]} of {IN_WORDS[len(drawn)]} drawn sets"
