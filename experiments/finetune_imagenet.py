@@ -132,7 +132,7 @@ def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage="loss flags, --lr, --weight_decay", add_help=False)
     flags.add_loss_flags(parser)
     add_noise_flags(parser)
-    flags.add_rate_flags(parser, args.weight_decay)
+    flags.add_learning_rate_flags(parser, args.weight_decay)
     also = parser.parse_args(shlex.split(text))
     if also.lr is None and also.nloglr is None:
         also.lr = args.lr

@@ -9,7 +9,7 @@ from reporting.compare import interval, paired
 from reporting.frames import experiment, identity_of, lines_of
 from reporting.tables import library_order
 
-RATES = {
+ERROR_RATES = {
     "test_wer_beam1": "WER beam 1",
     "test_wer_beam4": "WER beam 4",
     "test_wer_beam8": "WER beam 8",
@@ -40,7 +40,7 @@ class Arm(NamedTuple):
     settings: dict[str, str]
 
 
-def arms_of(lines: list[pd.DataFrame]) -> tuple[list[Arm], dict[str, str]]:
+def arms_of(lines: list[pd.DataFrame]) -> tuple[list[Arm], markdown.Shared]:
     """The arms, and the settings that all share."""
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
     names, shared = markdown.settings_of(firsts, identity_of(firsts, ["method", "p_k"]))
@@ -60,7 +60,7 @@ def arms_of(lines: list[pd.DataFrame]) -> tuple[list[Arm], dict[str, str]]:
 
 def lines_in_percent(runs: pd.DataFrame) -> tuple[list[pd.DataFrame], list[str]]:
     """The runs of each arm, the control first, with rates in percent; and the rates that there are."""
-    rates = [rate for rate in RATES if rate in runs and runs[rate].notna().any()]
+    rates = [rate for rate in ERROR_RATES if rate in runs and runs[rate].notna().any()]
     runs = runs.assign(**{rate: 100 * runs[rate] for rate in rates})
     return sorted(lines_of(runs), key=place), rates
 
@@ -88,8 +88,8 @@ def as_markdown(name: str, runs: pd.DataFrame) -> str:
         row = {"arm": arm.title}
         gain = {"arm": arm.title}
         for rate in rates:
-            row[RATES[rate]] = markdown.mean_std(arm.runs[rate])
-            gain[RATES[rate]] = markdown.interval(interval(differences[rate]))
+            row[ERROR_RATES[rate]] = markdown.mean_std(arm.runs[rate])
+            gain[ERROR_RATES[rate]] = markdown.interval(interval(differences[rate]))
         means.append({**row, "seeds": str(len(arm.runs)), **arm.settings})
         gains.append({**gain, "pairs": str(len(differences)), **arm.settings})
     mean_cells = markdown.without_empty_columns(pd.DataFrame(means))

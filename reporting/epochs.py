@@ -10,9 +10,12 @@ from reporting import markdown
 from reporting.compare import interval
 from reporting.frames import METRICS, VALID, experiment, identity_of, lines_of, numbers, read_published, read_text
 
-KINDS = ("mean", "chosen")
-COLUMNS = ["top-1", "top-5", "best validation: top-1", "best validation: top-5"]
-VALUES = [f"{kind}_{metric}" for kind in KINDS for metric in METRICS]
+HEADINGS = {
+    "mean_test_top1": "top-1",
+    "mean_test_top5": "top-5",
+    "chosen_test_top1": "best validation: top-1",
+    "chosen_test_top5": "best validation: top-5",
+}
 MILESTONES = (25, 50, 100, 200)
 WINDOW = 5  # epochs of a mean
 
@@ -108,7 +111,7 @@ def reached_by(line: pd.DataFrame, setting: dict[str, str], published: pd.DataFr
         shown = {*MILESTONES, run.index[-1]} & set(run.index)
         for epoch in sorted(shown):
             row = {**setting, "seed": markdown.number(run["seed"].iloc[0]), "epochs": str(epoch)}
-            for heading, name in zip(COLUMNS, VALUES):
+            for name, heading in HEADINGS.items():
                 row[heading] = f"{run.loc[epoch, name]:.2f}"
             if epoch == 200:
                 for metric, label in METRICS.items():
@@ -121,15 +124,15 @@ def reached_by(line: pd.DataFrame, setting: dict[str, str], published: pd.DataFr
 
 def gains_by(line: pd.DataFrame, base: pd.DataFrame, setting: dict[str, str]) -> list[dict[str, str]]:
     """The differences to a baseline at the milestones, and at the last epoch that all pairs have."""
-    own = line.set_index(["seed", "epoch"])[VALUES]
-    leads = (own - base.set_index(["seed", "epoch"])[VALUES]).dropna().reset_index("epoch")
+    own = line.set_index(["seed", "epoch"])[list(HEADINGS)]
+    leads = (own - base.set_index(["seed", "epoch"])[list(HEADINGS)]).dropna().reset_index("epoch")
     common = leads.groupby("seed")["epoch"].max().min()
     rows = []
     for epoch, found in leads.groupby("epoch"):
         if epoch not in (*MILESTONES, common):
             continue
         row = {**setting, "epochs": str(epoch), "seeds": str(len(found))}
-        for heading, name in zip(COLUMNS, VALUES):
+        for name, heading in HEADINGS.items():
             row[heading] = markdown.interval(interval(found[name]))
         rows.append(row)
     return rows

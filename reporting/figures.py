@@ -1,4 +1,4 @@
-"""Two kinds of figures, and what uses them: `lines` (over epochs, temperatures, sizes) and `dots` (a row per line).
+"""Figures of results: `lines` over epochs, temperatures or sizes, `dots` with a row per line, and the findings.
 
 The colour is that of a method's family, and the marker is the method's own.
 """
@@ -199,10 +199,10 @@ def draw_dot(axis: Axes, place: int, row: dict, panel: Panel, least: float) -> N
 def line_labels(table: tables.Table, methods: pd.Series) -> pd.Series:
     """A label for each line: its method and what tells it apart."""
     labels = methods.copy()
+    cells = tables.cells(table)
     for name in table.settings:
         if name not in CONFIGURATION or name == "method":
             continue
-        cells = tables.cells(table)
         heading = markdown.heading(name)
         if heading not in cells:
             continue
@@ -344,7 +344,7 @@ def draw_beam_search(path: Path, folder: Path) -> list[Path]:
     """Draw the error rates of each arm of beam search minus its control's, with their intervals over seeds."""
     panels = []
     for rate in ("test_wer_beam4", "test_per_beam4"):
-        panels.append(Panel(f"Δ {beam_search.RATES[rate]} (points)", rate, f"{rate}_half", ""))
+        panels.append(Panel(f"Δ {beam_search.ERROR_RATES[rate]} (points)", rate, f"{rate}_half", ""))
     lines, rates = beam_search.lines_in_percent(read_runs(path))
     arms, _ = beam_search.arms_of(lines)
     rows = {}

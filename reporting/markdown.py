@@ -1,8 +1,9 @@
-"""Numbers and tables as text. Nothing else in this package makes text of numbers."""
+"""Numbers and tables as text."""
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pandas as pd
 
@@ -169,11 +170,21 @@ def latex(cells: pd.DataFrame, caption: str, name: str) -> str:
     return "% needs \\usepackage{booktabs}\n" + text.replace("P\\_K", "$P_K$")
 
 
-def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
-    """Where the runs of a table come from: file, seeds, machines, versions, and the settings that they share.
+@dataclass
+class Shared:
+    """Settings that need no column.
 
-    shared: settings by name; a name that ends with a colon has the settings of some methods.
+    Attributes:
+        by_name: what all configurations have, by the name of the setting.
+        by_methods: what all configurations of some methods have, by their names: {"softsort, neuralsort": "m 16"}.
     """
+
+    by_name: dict[str, str] = field(default_factory=dict)
+    by_methods: dict[str, str] = field(default_factory=dict)
+
+
+def origin(name: str, runs: pd.DataFrame, shared: Shared) -> str:
+    """Where the runs of a table come from: file, seeds, machines, versions, and the settings that they share."""
     parts = [f"{name}.csv", *features(runs), *seeds(runs), *machines(runs)]
     versions = set()
     if "torch_version" in runs:
@@ -182,14 +193,9 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
                 versions.add(version.partition("+")[0])
     if versions:
         parts.append(f"PyTorch {', '.join(sorted(versions))}")
-    common = []
-    by_method = []
-    for setting_name, text in shared.items():
-        if setting_name.endswith(":"):
-            by_method.append(f"{setting_name} {text}")
-        elif text not in ("false", "ours"):
-            common.append(f"{setting_name} {text}")
-    stated = "; ".join(filter(None, [", ".join(common), *by_method]))
+    common = [f"{label} {text}" for label, text in shared.by_name.items() if text not in ("false", "ours")]
+    of_methods = [f"{methods}: {text}" for methods, text in shared.by_methods.items()]
+    stated = "; ".join(filter(None, [", ".join(common), *of_methods]))
     line = f"Runs: {', '.join(parts)}."
     if stated:
         line += f" Settings: {stated}."
@@ -229,26 +235,24 @@ def machines(runs: pd.DataFrame) -> list[str]:
     return found
 
 
-def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str], dict[str, str]]:
-    """The settings that need a column, and what is the same for all configurations or for each method.
+def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str], Shared]:
+    """The settings that need a column, and those that need none.
 
     A setting that differs between configurations of one method, or is one of HEADINGS or m or margin, has a column.
-    What differs between methods alone stands in the second value under their names, such as {"softsort, neuralsort:":
-    "top1_mode sm"}.
 
     Args:
         firsts: the first run of each configuration.
         identity: its settings as text, without method and P_K, with all digits.
     """
     columns = []
-    shared = {}
+    shared = Shared()
     between_methods = []
     for name in identity:
         cells = identity[name]
         if cells.nunique() <= 1:
             is_off = cells.iloc[0] == "0" and BY_NAME[name].kind is float
             if cells.iloc[0] and not is_off:
-                shared[name] = setting(name, firsts[name].iloc[0])
+                shared.by_name[name] = setting(name, firsts[name].iloc[0])
             continue
         differs_within = (cells.groupby(firsts["method"]).nunique() > 1).any()
         if name in HEADINGS or name in ("m", "margin") or differs_within:
@@ -264,5 +268,5 @@ def settings_of(firsts: pd.DataFrame, identity: pd.DataFrame) -> tuple[list[str]
         by_method.setdefault(", ".join(parts), []).append(str(method))
     for stated, methods in by_method.items():
         if stated:
-            shared[f"{', '.join(methods)}:"] = stated
+            shared.by_methods[", ".join(methods)] = stated
     return columns, shared

@@ -117,7 +117,7 @@ def report_runs(
     """The report of runs that are listed before any has run."""
     metrics = None
     if "arm" in repository or "arm" in yours:
-        metrics = beam_search.RATES
+        metrics = beam_search.ERROR_RATES
         repository = in_percent(repository)
         yours = in_percent(yours)
     published = ""
@@ -147,7 +147,7 @@ def report_runs(
 
 
 def in_percent(runs: pd.DataFrame) -> pd.DataFrame:
-    return runs.assign(**{rate: 100 * runs[rate] for rate in beam_search.RATES if rate in runs})
+    return runs.assign(**{rate: 100 * runs[rate] for rate in beam_search.ERROR_RATES if rate in runs})
 
 
 def summary(verdicts: Sequence[Agreement]) -> str:
@@ -265,7 +265,7 @@ def below_each_line(text: str, commands: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def with_commands(table: Table, path: Path) -> str:
+def table_with_commands(table: Table, path: Path) -> str:
     """A table of the repository's runs, with the command of each line."""
     study = study_of(name_of(path), REPOSITORY)
     if isinstance(study, Tuned):

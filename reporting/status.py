@@ -14,11 +14,10 @@ from typing import Any
 
 from experiments.common import settings
 from experiments.common.paths import HISTORY_FILES, REPOSITORY, ROOT
-from experiments.common.rows import read_rows
+from experiments.common.rows import Row, read_rows
 from reporting.markdown import duration
 from studies.runs import RunIndex, expected_runs
 
-Row = dict[str, str]
 TOTALS = {"epoch": "n_epochs", "update": "n_updates"}  # settings with the last number of a history
 
 
@@ -121,6 +120,47 @@ def is_about(cells: Row, embeddings: str) -> bool:
 
 
 @dataclass
+class Pass:
+    """The runs of a command with one seed, which one pass over the data trains.
+
+    Attributes:
+        total: number of runs.
+        done: how many of them have rows.
+        expected: seconds that the pass would take on the repository's machine.
+        row_seconds: that it took here, by the rows.
+        folder: of a run that began and has no row.
+    """
+
+    total: int
+    done: int = 0
+    expected: float = 0.0
+    row_seconds: float = 0.0
+    folder: RunFolder | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done == self.total
+
+    @property
+    def expected_done(self) -> float:
+        """The part of `expected` that is done."""
+        if self.is_done:
+            return self.expected
+        if self.folder is not None:
+            return self.folder.share * self.expected
+        return 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that this part took here."""
+        if self.is_done:
+            return self.row_seconds
+        if self.folder is not None and self.folder.share > 0:
+            return self.folder.seconds
+        return 0.0
+
+
+@dataclass
 class Progress:
     """A command: how many of its runs are done, what it does, and its seconds.
 
@@ -130,8 +170,8 @@ class Progress:
         expected_done: the part of `expected` that is done, which took `seconds` here.
     """
 
+    total: int
     done: int = 0
-    total: int = 0
     measured: int = 0
     state: str = "waiting"
     expected: float = 0.0
@@ -182,57 +222,45 @@ class Status:
 
     def progress(self, command: str) -> Progress:
         """How far a command is."""
-        found = Progress()
-        running: list[RunFolder] = []
-        stopped: list[RunFolder] = []
         runs = expected_runs(command)
+        passes = []
         for seed in dict.fromkeys(run["seed"] for run in runs):
-            same_pass = [run for run in runs if run["seed"] == seed]
-            self.add_pass(found, same_pass, running, stopped)
-        found.state = self.state(command, found, running, stopped)
-        return found
+            passes.append(self.progress_of_pass([run for run in runs if run["seed"] == seed]))
+        return Progress(
+            done=sum(item.done for item in passes),
+            total=len(runs),
+            measured=sum(bool(self.measured_rows(run)) for run in runs),
+            state=self.state(command, passes),
+            expected=sum(item.expected for item in passes),
+            expected_done=sum(item.expected_done for item in passes),
+            seconds=sum(item.seconds for item in passes),
+        )
 
-    def add_pass(
-        self, found: Progress, runs: Sequence[dict[str, Any]], running: list[RunFolder], stopped: list[RunFolder]
-    ) -> None:
-        """Add the runs of one seed. Classifiers that are trained in one pass each have the seconds of the pass."""
-        seconds = 0.0
-        done = 0
-        begun = None
+    def progress_of_pass(self, runs: Sequence[dict[str, Any]]) -> Pass:
+        """How far the runs of one seed are. Classifiers that are trained in one pass each have the seconds of it."""
+        found = Pass(len(runs), expected=max(map(self.expected_seconds, runs)))
         for run in runs:
             numbers = self.rows.find(run)
             if numbers:
-                done += 1
-                seconds = max(seconds, seconds_of(self.rows.rows[numbers[-1]]))
+                found.done += 1
+                found.row_seconds = max(found.row_seconds, seconds_of(self.rows.rows[numbers[-1]]))
                 continue
             for number in self.begun.find(run):
-                begun = self.folders[number]
-        expected = max(map(self.expected_seconds, runs))
-        found.done += done
-        found.total += len(runs)
-        found.measured += sum(bool(self.measured_rows(run)) for run in runs)
-        found.expected += expected
-        if done == len(runs):
-            found.expected_done += expected
-            found.seconds += seconds
-        elif begun is not None:
-            found.expected_done += begun.share * expected
-            found.seconds += begun.seconds * (begun.share > 0)
-            if begun.is_running:
-                running.append(begun)
-            else:
-                stopped.append(begun)
+                found.folder = self.folders[number]
+        return found
 
-    def state(self, command: str, found: Progress, running: Sequence[RunFolder], stopped: Sequence[RunFolder]) -> str:
-        if found.done == found.total:
+    def state(self, command: str, passes: Sequence[Pass]) -> str:
+        if all(item.is_done for item in passes):
             return "done"
-        if running:
-            return f"running: {running[0].done or 'first epoch'}"
+        folders = [item.folder for item in passes if item.folder is not None]
+        for folder in folders:
+            if folder.is_running:
+                return f"running: {folder.done or 'first epoch'}"
         lines = self.logs.get(command, [])
         if lines and lines[-1].startswith("=== exit status") and lines[-1] != "=== exit status 0":
             return f"failed ({lines[-1].removeprefix('=== ')})"
-        if stopped:
-            return f"stopped after {stopped[0].done or 'its start'}"
+        if folders:
+            return f"stopped after {folders[0].done or 'its start'}"
         return "waiting"
 
 

@@ -290,7 +290,7 @@ def configurations(repository: pd.DataFrame, yours: pd.DataFrame) -> list[Config
     return [Configuration(group, is_yours) for group in groups]
 
 
-def columns_of_settings(found: Sequence[Configuration]) -> tuple[list[str], dict[str, str]]:
+def columns_of_settings(found: Sequence[Configuration]) -> tuple[list[str], markdown.Shared]:
     """The settings in which configurations differ, with method and P_K, and what they share."""
     firsts = pd.DataFrame([item.first for item in found]).reset_index(drop=True)
     identity = identity_of(firsts, ("method", "p_k"))

@@ -52,7 +52,7 @@ def temperatures(name: str, runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     for column in ["p_k", *own]:
         heading = markdown.heading(column)
         if cells[heading].nunique() == 1:
-            shared[{"p_k": "P_K"}.get(column, column)] = cells.pop(heading).iloc[0]
+            shared.by_name[{"p_k": "P_K"}.get(column, column)] = cells.pop(heading).iloc[0]
     return markdown.without_empty_columns(cells), markdown.origin(name, runs, shared)
 
 
@@ -132,7 +132,7 @@ def auto_gains(path: Path, *methods: str) -> str:
         for metric, label in METRICS.items():
             row[f"Δ {label}"] = markdown.interval(Interval(best[True][metric] - best[False][metric], math.nan))
         rows.append(row)
-    return f"{markdown.table(rows)}\n\n{markdown.origin(path.stem, runs, {})}\n"
+    return f"{markdown.table(rows)}\n\n{markdown.origin(path.stem, runs, markdown.Shared())}\n"
 
 
 def sorted_scores(folder: Path) -> str:

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from experiments.common import door, settings
 from experiments.common.paths import REPOSITORY, ROOT, portable
-from experiments.common.rows import locked, read_rows, write_rows
+from experiments.common.rows import Row, locked, read_rows, write_rows
 from topk_losses import METHODS as TRAINED
 
-Row = dict[str, str]
 METHODS = (*TRAINED, *settings.UNTRAINED)
 
 
@@ -39,7 +38,7 @@ def has_score(row: Row) -> bool:
     return any(cell and re.match(r"test_(?!images)|last_(valid|test)_", name) for name, cell in row.items())
 
 
-def has_its_rate(row: Row) -> bool:
+def has_its_learning_rate(row: Row) -> bool:
     """Whether the two ways to name a learning rate agree, where a row has both."""
     if not row.get("nloglr") or not row.get("lr"):
         return True
@@ -63,7 +62,7 @@ def problem(row: Row, known: dict[str, Row]) -> str:
         return "its name is not what its settings give: the row was edited"
     if row.get("finished_utc", "") == "" or not has_score(row):
         return "it has not finished: finished_utc, or each of its scores, is empty"
-    if not has_its_rate(row):
+    if not has_its_learning_rate(row):
         return "its nloglr and its lr are two learning rates: the row was edited"
     if row.get("git_commit", "") == "":
         return "it names no commit"

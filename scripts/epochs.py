@@ -17,9 +17,8 @@ from pathlib import Path
 
 from experiments.common import door, settings
 from experiments.common.paths import HISTORY_FILES
-from experiments.common.rows import locked, read_rows, write_rows
+from experiments.common.rows import Row, locked, read_rows, write_rows
 
-Row = dict[str, str]
 IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]
 OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
@@ -100,7 +99,7 @@ def gather(results: Path, runs: Path) -> str:
         table = []
         for run_id in sorted(known):
             table += known[run_id]
-        write_rows(output, in_order(table))
+        write_rows(output, with_ordered_columns(table))
     for run_id in run_ids:
         if run_id not in known:
             print(f"note: {runs} has no epochs of {run_id}, whose row is in {results}", file=sys.stderr)
@@ -108,7 +107,7 @@ def gather(results: Path, runs: Path) -> str:
     return f"{output}: {', '.join(counts)}"
 
 
-def in_order(rows: list[Row]) -> list[Row]:
+def with_ordered_columns(rows: list[Row]) -> list[Row]:
     """Rows with the columns of runs first, then those of epochs, then others."""
     names: dict[str, None] = {}
     for row in rows:

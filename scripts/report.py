@@ -155,7 +155,7 @@ def report(args: argparse.Namespace) -> Report:
         table = tables.beside_published(path.stem, runs, table=name.replace("none", ""))
     text = tables.FORMATS[args.format](table)
     if args.commands:
-        text = reproduction.with_commands(table, path)
+        text = reproduction.table_with_commands(table, path)
     return Report(text, drawn_accuracy(args, table))
 
 

@@ -20,7 +20,7 @@ EPOCHS = {5: (40, 160, 480), 20: (10, 40, 120), 100: (2, 8, 24)}
 # With 100 labels a class all choices of a first set of trials, on two draws, lay at the low edge of the learning rate,
 # and those of the sorts at the high edge of the inverse temperature: the ranges end elsewhere there.
 MANY = 100
-RATES_OF_MANY = Range(0.0001, 0.01)
+LEARNING_RATES_OF_MANY = Range(0.0001, 0.01)
 TEMPERATURES_OF_MANY = {"splitter_selection": Range(1 / 32, 4), "lapsum": Range(0.25 / 32, 1)}
 LOSSES = ("cross_entropy", "label_smoothing", "ldr_kl", "splitter_selection", "lapsum")
 DATA = Path("heads.pt")
@@ -48,7 +48,7 @@ class FewLabels(Design):
 
     def ranges_of(self, labels: str) -> dict[str, Range]:
         if self.sizes[labels][0] == MANY:
-            return self.ranges | {"lr": RATES_OF_MANY}
+            return self.ranges | {"lr": LEARNING_RATES_OF_MANY}
         return self.ranges
 
     def candidates(self, labels: str, data: Path) -> tuple[Candidate, ...]:

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from studies.runs import IMAGENET, as_flags
-from studies.tuning import Candidate, Finals, Grid, Longer, OnePass, Tuned
+from studies.tuning import FINAL_SEEDS, Candidate, Finals, Grid, Longer, OnePass, Tuned
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
 DEFAULT = ("softmax_cross_entropy", "ldr_kl", "lapsum", "splitter_selection")
 KNOWN = tuple(name for name in METHODS if name != "imbalanced_noised_topk")  # noised_topk where classes are alike
 LEARNING_RATES = (0.0005, 0.001, 0.002, 0.004)
-SEEDS = tuple(range(1, 11))
 HALF = ".5 0 0 0 .5"
 EVEN = ".2 .2 .2 .2 .2"
 FIFTH = "0 0 0 0 1"
@@ -85,7 +84,7 @@ def heads(
     trials = commands(results / f"{name}_trials.csv", data, num_valid)
     first = Grid("trials", trials, 5, {"lr": LEARNING_RATES})
     longer = Longer("longer", trials, 22, {"lr": LEARNING_RATES}, earlier=first)
-    finals = commands(results / f"{name}.csv", data, num_valid).with_seeds(SEEDS)
+    finals = commands(results / f"{name}.csv", data, num_valid).with_seeds(FINAL_SEEDS)
     return Tuned(
         name=name,
         title="Linear classifiers with chosen settings",
@@ -146,7 +145,7 @@ def heads_more(
         candidates += more_candidates(item.name, best.loss)
     results = Path("results")
     trials = commands(results / f"{name}_more_trials.csv", data, num_valid)
-    finals = commands(results / f"{name}_more.csv", data, num_valid).with_seeds(SEEDS)
+    finals = commands(results / f"{name}_more.csv", data, num_valid).with_seeds(FINAL_SEEDS)
     return Tuned(
         name=f"{name}_more",
         title="Linear classifiers with chosen settings, 30 more trials",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from studies.runs import IMAGENET
-from studies.tuning import Candidate, Finals, OnePass, Range, Rule, Sobol, Tuned
+from studies.tuning import FINAL_SEEDS, Candidate, Finals, OnePass, Range, Rule, Sobol, Tuned
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Design:
     ranges: dict[str, Range]
     choices: dict[str, str] = field(default_factory=lambda: {"noisy": CHOICES["noisy"]})
     rule: Rule = field(default_factory=Rule)
-    seeds: tuple[int, ...] = tuple(range(1, 11))
+    seeds: tuple[int, ...] = FINAL_SEEDS
 
     @property
     def results(self) -> Path:

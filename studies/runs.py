@@ -224,7 +224,7 @@ def expected_runs(command: str) -> list[dict[str, Any]]:
     for text in also:
         own = parse_flags(text)
         without_loss = {name: value for name, value in shared.items() if not is_of_one_loss(BY_NAME[name])}
-        losses.append(without_rate(without_loss, own) | own)
+        losses.append(without_learning_rate(without_loss, own) | own)
     protocol = parse_flags(PROTOCOLS.get(script, ""))
     runs = []
     for seed in seeds:
@@ -243,7 +243,7 @@ def is_of_one_loss(setting: Setting) -> bool:
     return setting.role is LOSS or setting.name in ("implementation", "mixup", "noise_matrix")
 
 
-def without_rate(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def without_learning_rate(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out the learning rate if others have one, by either of its two flags."""
     rates = ("lr", "nloglr")
     if not any(name in given for name in rates):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from studies.runs import IMAGENET, as_flags
-from studies.tuning import EARLIER, ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
+from studies.tuning import EARLIER, FINAL_SEEDS, ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
 
 # The paper's P_K. Losses of a single k have the first; cross-entropy has label smoothing and weight decay to try.
 P_KS = ("0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2")
@@ -23,7 +23,6 @@ INVERSE_TEMPERATURES = {  # a fourth of the default, the default, four times the
 MORE = ("softmax_cross_entropy", "splitter_selection")
 TRIALS = Path("results/tiny_imagenet_trials.csv")
 FINALS = Path("results/tiny_imagenet.csv")
-SEEDS = tuple(range(1, 11))
 DATA = Path("data/downloads/embeddings/tiny_imagenet.pt")
 
 
@@ -60,7 +59,7 @@ def tiny_imagenet(data: Path = DATA, embeddings: str = "") -> Tuned:
         space=space(),
         rounds=(Grid("trials", commands(TRIALS, data), 6, {"lr": (0.001, 0.002, 0.004)}),),
         finals=Finals(
-            commands(FINALS, data).with_seeds(SEEDS),
+            commands(FINALS, data).with_seeds(FINAL_SEEDS),
             {"valid": "valid"},
             together=False,
         ),
@@ -87,7 +86,7 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
         candidates.append(Candidate(method, method, best.loss.replace(" --weight_decay 1.0", "")))
     results = Path("results/tiny_imagenet_more_trials.csv")
     grid = Grid("trials", commands(results, data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})
-    finals = commands(Path("results/tiny_imagenet_more.csv"), data).with_seeds(SEEDS)
+    finals = commands(Path("results/tiny_imagenet_more.csv"), data).with_seeds(FINAL_SEEDS)
     return Tuned(
         name="tiny_imagenet_more",
         title="Table 3 on Tiny-ImageNet-200, six more trials of two losses",
@@ -121,7 +120,7 @@ def tiny_imagenet_equal(data: Path = DATA, embeddings: str = "") -> Tuned:
         options[sort] = combinations(p_k=P_KS, inverse_temperature=INVERSE_TEMPERATURES[sort])
     candidates = [Candidate(name, name, f"--method {name}", options=own) for name, own in options.items()]
     results = Path("results/tiny_imagenet_equal_trials.csv")
-    finals = commands(Path("results/tiny_imagenet_equal.csv"), data).with_seeds(SEEDS)
+    finals = commands(Path("results/tiny_imagenet_equal.csv"), data).with_seeds(FINAL_SEEDS)
     return Tuned(
         name="tiny_imagenet_equal",
         title="Tiny-ImageNet-200, 45 trials of each of five losses",

@@ -18,15 +18,15 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from experiments.common.columns import about_repeats
-from experiments.common.rows import read_rows
+from experiments.common.rows import Row, read_rows
 from experiments.common.settings import CROSS_ENTROPY
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
 
-Row = dict[str, str]
 BETTER = 1
 EARLIER = 0
 WORSE = -1
 TRIAL_SEEDS = (0,)  # of all trials
+FINAL_SEEDS = tuple(range(1, 11))
 DIMENSIONS = 4  # places of a trial by the Sobol sequence, one a range
 DIGITS = 9  # of a mean score: without rounding, the order of a sum would decide between equal accuracies
 

@@ -182,10 +182,10 @@ def add_optimization_flags(
         default=batch_size,
         help=f"samples of a training step; the last partial batch is dropped (default: {batch_size or chosen})",
     )
-    add_rate_flags(group, weight_decay)
+    add_learning_rate_flags(group, weight_decay)
 
 
-def add_rate_flags(parser: argparse._ActionsContainer, weight_decay: float) -> None:
+def add_learning_rate_flags(parser: argparse._ActionsContainer, weight_decay: float) -> None:
     """Add the learning rate, in two spellings, and the weight decay."""
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")

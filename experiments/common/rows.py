@@ -12,8 +12,10 @@ from filelock import FileLock
 from experiments.common.files import replace_file, temporary_of
 from experiments.common.settings import SETTINGS, cell
 
+Row = dict[str, str]  # the cells of a run, by their columns
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+
+def read_rows(path: Path) -> list[Row]:
     """The rows of a results file, every cell as text; none if the file is absent.
 
     Raises:

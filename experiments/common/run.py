@@ -113,7 +113,7 @@ class Run:
         """Write what the row will have of the settings, the machines and the commits."""
         config = {"run_id": self.name, "results": self.results.name}
         config |= self.columns
-        config |= {name: in_order(name, values) for name, values in self.machine.items()}
+        config |= {name: cell_of_parts(name, values) for name, values in self.machine.items()}
         config |= self.info
         replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
 
@@ -258,7 +258,7 @@ class Run:
         row |= self.columns
         row |= columns
         row |= summary(self.history, self.clock)
-        row |= {name: in_order(name, values) for name, values in self.machine.items()}
+        row |= {name: cell_of_parts(name, values) for name, values in self.machine.items()}
         row |= self.info
         row["finished_utc"] = provenance.utc_now()
         with locked(self.results) as file:
@@ -273,7 +273,7 @@ class Run:
             self.lock.release(force=True)
 
 
-def in_order(name: str, values: list[Any]) -> Any:
+def cell_of_parts(name: str, values: list[Any]) -> Any:
     """The cell of what the parts of a training had: one value, or "2, then 1"."""
     if len(values) == 1:
         return values[0]
