@@ -5,7 +5,7 @@ seeds. Draws and losses that are not finished are left out.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from reporting.noise import Pair, Results, setup
 from studies.catalog import DESIGNS
 from studies.noise import BASELINE, ROBUST, SORTING, Design
 from studies.runs import parse_flags
-from studies.tuning import Range, Trial
+from studies.tuning import Candidate, Grid, Range, Sobol, Trial, Tuned
 
 PAIRS = (
     Pair("splitter_selection", "cross_entropy"),
@@ -232,6 +232,31 @@ def places_of(trial: Trial, ranges: Mapping[str, Range], epochs: Sequence[int]) 
         found.append(Place(setting, markdown.number(value), edge_of(numbers.place(value))))
     edge = {epochs[0]: "low", epochs[-1]: "high"}.get(trial.n_epochs, "")
     return [*found, Place("n_epochs", str(trial.n_epochs), edge)]
+
+
+def places(study: Tuned, candidate: Candidate, trial: Trial) -> list[Place]:
+    """Where each number of a trial that all candidates have, and each of its own ranges, lies in what a study tried."""
+    first = study.rounds[0]
+    if isinstance(first, Sobol):
+        return places_of(trial, first.ranges | candidate.ranges, first.epochs)
+    tried: dict[str, set[float]] = {}
+    for part in study.rounds:
+        if isinstance(part, Grid):
+            for name, numbers in part.values.items():
+                tried.setdefault(name, set()).update(number for number in numbers if number is not None)
+            tried.setdefault("n_epochs", set()).add(part.n_epochs)
+    values = parse_flags(trial.shared) | {"n_epochs": trial.n_epochs}
+    return [place_among(name, values.get(name), numbers) for name, numbers in tried.items()]
+
+
+def place_among(setting: str, value: float | None, tried: Collection[float]) -> Place:
+    """The place of a value among those that were tried; one without neighbours lies at no edge."""
+    if value is None:
+        return Place(setting, "none", "")
+    edge = ""
+    if len(tried) > 1:
+        edge = {min(tried): "low", max(tried): "high"}.get(value, "")
+    return Place(setting, markdown.number(value), edge)
 
 
 def choices(folder: Path) -> dict[tuple[str, str], list[Place]]:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import pandas as pd
 
 from experiments.common.paths import REPOSITORY, RESULTS
-from reporting import beam_search, markdown, tables
-from reporting.compare import Agreement, Pool, agreement, pooled_spread, spread
+from experiments.common.settings import CROSS_ENTROPY
+from reporting import beam_search, draws, markdown, tables
+from reporting.compare import Agreement, Pool, agreement, interval, paired, pooled_spread, spread
 from reporting.frames import METRICS, as_text, read_runs
 from reporting.tables import Configuration, Line, Table, pool_for
 from studies.catalog import study_of
-from studies.runs import RunIndex, Study, command_of, expected_runs
+from studies.runs import RunIndex, Study, command_of, expected_runs, parse_flags
 from studies.tuning import Candidate, Known, Trial, Tuned
 
 VERDICTS = (
@@ -42,6 +43,11 @@ FROM_PUBLISHED = (
 INTERVAL = (
     "± is half of the 95 % interval that holds if they spread as yours do, pooled over these lines: where it includes "
     "0, seeds alone can explain the difference."
+)
+GAINS = (
+    "Δ: difference of test accuracy to cross-entropy in points, ± 95 % interval over paired seeds; it leaves out the "
+    "choice of settings, the split and the test images. Low, high: the choice lies at an edge of what was tried, and a "
+    "better one may lie beyond it."
 )
 WIDE = 5.0  # half of an interval, in points, beyond which agreement says little
 MORE_SEEDS = "With a second seed of yours there is an interval that takes their spread from your runs."
@@ -103,7 +109,9 @@ def report(path: Path, choice: str = "noisy", with_commands: bool = False, study
     if isinstance(study, Tuned):
         ours = Side(replace(study, embeddings=""), REPOSITORY / Path(name).parent)
         theirs = Side(study, path.parent)
-        return report_tuned(study, ours, theirs, choice, with_commands)
+        if ours.trials.rows or ours.finals.rows:
+            return report_tuned(study, ours, theirs, choice, with_commands)
+        return report_gains(study, theirs, choice, with_commands)
     repository = read_or_none(REPOSITORY / name)
     yours = read_or_none(path)
     if yours.empty and repository.empty:
@@ -335,9 +343,14 @@ def flags_of(candidate: Candidate, chosen: Chosen) -> str:
     return f"{own} --n_epochs {chosen.trial.n_epochs}".strip()
 
 
+def split_of(study: Tuned, choice: str) -> str:
+    """The split whose accuracy chooses: by these labels, where the study has them, or by its first."""
+    return study.finals.choices.get(choice, next(iter(study.finals.choices.values())))
+
+
 def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_commands: bool) -> str:
     """What validation chose of each loss, and the finals, the repository's and yours; then the trials."""
-    split = study.finals.choices.get(choice, next(iter(study.finals.choices.values())))
+    split = split_of(study, choice)
     pools = {}
     for metric in METRICS:
         spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
@@ -368,6 +381,63 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
         parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def report_gains(study: Tuned, theirs: Side, choice: str, with_commands: bool) -> str:
+    """The finals of a study that the repository does not have, each minus cross-entropy by seed."""
+    split = split_of(study, choice)
+    candidates = [item for item in study.space if study.tried(item, theirs.trials)]
+    chosen = [theirs.chosen(item, split) for item in candidates]
+    baseline = next((own.runs for item, own in zip(candidates, chosen) if is_baseline(item)), None)
+    lines = []
+    for candidate, own in zip(candidates, chosen):
+        line = {"loss": candidate.title}
+        if baseline is not None:
+            line |= gain_cells(own.runs, baseline)
+        for metric, label in METRICS.items():
+            line[label] = markdown.mean_std(values(own, metric))
+        line["seeds"] = str(len(own.runs))
+        line["trials"] = str(len(study.trials_of(candidate, theirs.trials)))
+        line["choice"] = choice_text(study, candidate, own)
+        lines.append(line)
+    text = markdown.table(markdown.without_empty_columns(pd.DataFrame(lines)))
+    if with_commands:
+        commands = []
+        for own in chosen:
+            trials = [own.trial] if own.trial is not None else []
+            commands.append("\n    ".join(study.finals.commands.of(trials)))
+        text = below_each_line(text, commands)
+    title = f"{study.title}: finals of what validation chooses ({split.replace('_', ' ')} top-1 + top-5)."
+    rule = study.rule_of(theirs.trials).text
+    return f"{title} {rule}\n\n{text}\n\n{GAINS}\n\nRuns: {machines('yours', theirs.runs)}.\n"
+
+
+def choice_text(study: Tuned, candidate: Candidate, choice: Chosen) -> str:
+    """The settings that were chosen, each with the edge at which it lies; or why none are."""
+    trial = choice.trial
+    if trial is None:
+        return choice.lacking
+    parts = []
+    own = trial.loss.removeprefix(candidate.flags).strip()
+    if own:
+        parts.append(own)
+    for place in draws.places(study, candidate, trial):
+        edge = f" ({place.edge})" if place.edge else ""
+        parts.append(f"{markdown.heading(place.setting)} {place.value}{edge}")
+    return ", ".join(parts)
+
+
+def is_baseline(candidate: Candidate) -> bool:
+    """Whether a candidate is cross-entropy without another number of its own."""
+    return parse_flags(candidate.flags).get("method") == CROSS_ENTROPY and not candidate.ranges
+
+
+def gain_cells(runs: pd.DataFrame, baseline: pd.DataFrame) -> dict[str, str]:
+    """The differences of runs to a baseline, paired by seed; empty for the baseline itself."""
+    if runs is baseline or runs.empty or baseline.empty:
+        return {f"Δ {label}": "" for label in METRICS.values()}
+    differences = paired(runs, baseline, list(METRICS))
+    return {f"Δ {label}": markdown.interval(interval(differences[metric])) for metric, label in METRICS.items()}
 
 
 def rules_of(study: Tuned, ours: Side, theirs: Side) -> str:

@@ -27,7 +27,7 @@ from reporting import reproduction
 from reporting.status import Status, repository_file, status_text
 from scripts.launch import launch, runs_of
 from scripts.launch import parse_arguments as parse_launcher_flags
-from studies import noise, tiny_imagenet
+from studies import noise, own_features, tiny_imagenet
 from studies.catalog import DESIGNS, STUDIES
 from studies.runs import DATASETS, Study, expected_runs, is_of_one_loss, split_flags
 from studies.tuning import Stage, Tuned, tune
@@ -45,16 +45,25 @@ def make_parser() -> argparse.ArgumentParser:
         "--commands", action="store_true", help="start nothing: print the table of finished runs with their commands"
     )
     parser.add_argument("--short", action="store_true", help="fewer epochs: table1, table4, beam_search, knn")
-    parser.add_argument("--name", help="heads*: name of the files in results/ (default: heads)")
+    parser.add_argument(
+        "--name", help="heads*, own_features: name of the files in results/ (default: heads, or FILE's)"
+    )
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="heads*: methods, or all (default: four of them)"
     )
     parser.add_argument(
-        "--num_valid", type=int, help="heads*: rows that validate, 0 for the data's own (default: 5000)"
+        "--num_valid",
+        type=int,
+        help="heads*, own_features: rows that validate, 0 for the data's own (default: 5000, or a fifth)",
     )
     parser.add_argument("--human", type=Path, metavar="FILE", help="noise*: CIFAR-100_human.pt of CIFAR-100N")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise*, few_labels: kinds (default: all)")
-    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise*, few_labels: losses by name (default: all)")
+    parser.add_argument(
+        "--losses",
+        nargs="+",
+        metavar="NAME",
+        help="noise*, few_labels, own_features: losses by name (default: all, or six)",
+    )
     parser.add_argument("--folder", type=Path, help=f"noise*: folder for files of labels (default: {noise.FOLDER})")
     parser.add_argument("--choice", choices=("noisy", "clean"), help="noise: which labels choose (default: noisy)")
     return parser
@@ -129,6 +138,8 @@ def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
         yield from noise_studies(args)
     elif args.study in DESIGNS:
         yield from studies_of_draws(args)
+    elif args.study == own_features.NAME:
+        yield study_of_own_features(args)
     elif args.study.startswith("heads"):
         yield make(args.data[0], **heads_options(args))
     elif args.study.startswith("tiny_imagenet"):
@@ -171,6 +182,36 @@ def heads_options(args: argparse.Namespace) -> dict:
     return options
 
 
+def study_of_own_features(args: argparse.Namespace) -> Tuned:
+    """The study of a file of embeddings.
+
+    Raises:
+        FileNotFoundError, ValueError: it is absent, has too few classes or rows, or no split for the test.
+    """
+    from data.embeddings import load_embeddings  # loads PyTorch
+
+    check_files(args.data)
+    losses = args.losses or own_features.LOSSES
+    check_names("--losses", losses, own_features.KNOWN)
+    path = Path(args.data[0])
+    data = load_embeddings(path)
+    num_rows = len(data["train"])
+    num_valid = args.num_valid or own_features.num_valid_of(num_rows)
+    if "valid" in data.splits:
+        num_valid = args.num_valid or 0
+    if "test" not in data.splits:
+        raise ValueError(
+            f"{path} has no test_embeddings: validation chooses here, and other rows must measure; hold a fifth out"
+        )
+    if data.num_classes < own_features.LEAST_CLASSES:
+        raise ValueError(f"{path} has {data.num_classes} classes: a top-k loss needs at least 3")
+    if num_valid >= num_rows:
+        raise ValueError(f"--num_valid {num_valid} leaves none of the {num_rows} rows of {path} to train")
+    size = own_features.Size(num_rows - num_valid, num_valid, data.num_classes)
+    name = args.name or path.stem
+    return own_features.own_features(str(path), size, name, losses, embeddings_id(path))
+
+
 def noise_studies(args: argparse.Namespace) -> Iterator[Tuned]:
     """The study of each kind of labels; its file of labels is written first."""
     check_files(args.data)
@@ -199,11 +240,16 @@ def kinds_of(args: argparse.Namespace) -> list[str]:
     design = DESIGNS[args.study]
     kinds = args.labels or list(design.kinds)
     losses = args.losses or []
-    for flag, names, known in (("--losses", losses, design.losses), ("--labels", kinds, tuple(design.kinds))):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{flag}: there is no {name}; choose among {', '.join(known)}")
+    check_names("--losses", losses, design.losses)
+    check_names("--labels", kinds, tuple(design.kinds))
     return kinds
+
+
+def check_names(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ValueError for a name that a flag does not take."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag}: there is no {name}; choose among {', '.join(known)}")
 
 
 def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.common import settings
 from experiments.common.rows import read_rows
-from studies import beam_search, few_labels, from_scratch, noise, paper, tiny_imagenet
+from studies import beam_search, few_labels, from_scratch, noise, own_features, paper, tiny_imagenet
 from studies.quickstart import quickstart
 from studies.runs import Study
 from studies.tuning import Tuned
@@ -68,6 +68,9 @@ STUDIES = {
     "heads_more": Entry(
         lazy("heads", "heads_more"), data=("FILE",), options=("name", "methods", "num_valid"), has_trials=True
     ),
+    "own_features": Entry(
+        own_features.own_features, data=("FILE",), options=("name", "losses", "num_valid"), has_trials=True
+    ),
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet, has_trials=True),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more, has_trials=True),
     "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal, has_trials=True),
@@ -111,6 +114,8 @@ def study_of(file: str, folder: Path) -> Study | Tuned | None:
     stem = name.removesuffix(".csv").removesuffix("_trials")
     if parent in DESIGNS and stem in DESIGNS[parent].kinds:
         return DESIGNS[parent].study(stem)
+    if parent == own_features.NAME:
+        return own_features.of_trials(stem, read_rows(folder / f"{stem}_trials.csv"))
     if stem == "noise_scratch":
         return from_scratch.noise_scratch("CIFAR-100_human.pt")
     if stem in ("tiny_imagenet", "tiny_imagenet_equal"):

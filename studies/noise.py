@@ -72,8 +72,13 @@ KEPT = f"--method df_topk --p_k 0.999999999999 {'0 ' * 14}1e-12 --m 16"
 FOLDER = Path("data/downloads/noise")
 
 
-def space(labels: str, folder: Path = FOLDER) -> tuple[Candidate, ...]:
-    """The losses that are tuned on a kind of labels; FOLDER/LABELS_true.pt is its noise matrix."""
+def space(labels: str, folder: Path = FOLDER, top_k: str = TOP_K) -> tuple[Candidate, ...]:
+    """The losses that are tuned on a kind of labels.
+
+    Args:
+        folder: FOLDER/LABELS_true.pt is the noise matrix.
+        top_k: flags of the top-k losses.
+    """
     stem = shlex.quote(str(folder / labels))
     candidates = (
         Candidate("cross_entropy", "cross-entropy", "--method softmax_cross_entropy"),
@@ -102,23 +107,23 @@ def space(labels: str, folder: Path = FOLDER) -> tuple[Candidate, ...]:
         Candidate("nce_rce", "NCE + RCE", "--method nce_rce --alpha 10", {"beta": Range(0.03, 3)}),
         Candidate("phuber", "PHuber cross-entropy", "--method phuber_cross_entropy", {"tau": Range(2, 100)}),
         Candidate(
-            "splitter_selection", "splitter selection network", f"--method splitter_selection {TOP_K}",
+            "splitter_selection", "splitter selection network", f"--method splitter_selection {top_k}",
             {"inverse_temperature": Range(1 / 32, 1)},
         ),
-        Candidate("lapsum", "LapSum", f"--method lapsum {TOP_K}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
-        Candidate("softsort", "SoftSort", f"--method softsort {TOP_K}", {"inverse_temperature": Range(0.5 / 32, 0.5)}),
-        Candidate("df_topk", "DFTopK", f"--method df_topk {TOP_K}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
+        Candidate("lapsum", "LapSum", f"--method lapsum {top_k}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
+        Candidate("softsort", "SoftSort", f"--method softsort {top_k}", {"inverse_temperature": Range(0.5 / 32, 0.5)}),
+        Candidate("df_topk", "DFTopK", f"--method df_topk {top_k}", {"inverse_temperature": Range(0.25 / 32, 0.25)}),
         Candidate(
             "smooth_topk", "smooth top-k, top-5 only", "--method smooth_topk --p_k 0 0 0 0 1",
             {"inverse_temperature": Range(0.25, 8)},
         ),
         Candidate(
             "splitter_selection_forward", "splitter selection network, forward correction",
-            f"--method splitter_selection {TOP_K}",
+            f"--method splitter_selection {top_k}",
             {"inverse_temperature": Range(1 / 32, 1), "noise_rate": NOISE_RATES},
         ),
         Candidate(
-            "lapsum_forward", "LapSum, forward correction", f"--method lapsum {TOP_K}",
+            "lapsum_forward", "LapSum, forward correction", f"--method lapsum {top_k}",
             {"inverse_temperature": Range(0.25 / 32, 0.25), "noise_rate": NOISE_RATES},
         ),
         Candidate("cross_entropy_16", "cross-entropy of 16 scores", KEPT),

@@ -15,7 +15,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from experiments import finetune_imagenet
-from scripts import report
+from experiments.common.rows import read_rows
+from scripts import study
 from scripts.pages import PART
 from topk_losses import METHODS, __all__
 
@@ -90,8 +91,10 @@ def nothing_stays(tmp_path, monkeypatch):
     """What a snippet writes, it writes elsewhere; a method that it registers is gone afterwards."""
     monkeypatch.chdir(tmp_path)
     digits = load_digits()
-    np.save("X.npy", digits.data)  # the arrays that the guide on wrong labels asks its reader for
-    np.save("y.npy", np.array([*"abcdefghij"])[digits.target])
+    names = np.array([*"abcdefghij"])[digits.target]
+    for ending, part in (("", slice(1000)), ("_checked", slice(1000, None))):
+        np.save(f"X{ending}.npy", digits.data[part])  # what the guide on wrong labels asks its reader for
+        np.save(f"y{ending}.npy", names[part])
     torch.manual_seed(0)
     before = {*METHODS}
     yield
@@ -138,20 +141,22 @@ def test_the_tutorial_ends_as_its_text_says():
     assert Path("top_k_accuracy.svg").stat().st_size > 5000
 
 
-def test_the_guide_goes_from_two_arrays_to_a_table(capsys):
+def test_the_guide_goes_from_arrays_to_the_study_of_their_file(capsys):
     guide = ROOT / "docs/guides/wrong-labels.md"
     after([block for block in BLOCKS if block.page == guide][-1])
-    (commands,) = re.findall(r"^```shell\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    train, show = (shlex.split(command) for command in commands.replace("\\\n", "").splitlines())
-    assert train[:2] == ["python", "experiments/finetune_imagenet.py"]
-    assert finetune_imagenet.main([*train[2:], "--n_epochs", "2", "--device", "cpu", "--threads", "1"]) == 0
-    capsys.readouterr()
-    assert show[:2] == ["python", "scripts/report.py"]
-    assert report.main(show[2:]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("Validation accuracy in percent at the last epoch")
-    assert re.findall(r"^\| (\w+) .* 3 \|", shown, re.MULTILINE).count("generalized_cross_entropy") == 2
-    assert "10x64-" in shown  # ten classes, whose names became the numbers from 0
+    (command,) = re.findall(r"^```shell\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    script, *words = shlex.split(command)
+    assert 'exec .venv/bin/python scripts/study.py own_features "$@"' in (ROOT / script).read_text(encoding="utf-8")
+    assert study.main(["own_features", *words, "--dry-run"]) == 0
+    first, *others = [line for line in capsys.readouterr().out.splitlines() if line.startswith(".venv/bin/python")]
+    assert len(others) == 6 * 3 - 1  # six losses, three numbers of epochs
+    assert (
+        finetune_imagenet.main([*shlex.split(first)[2:], "--n_epochs", "1", "--device", "cpu", "--threads", "1"]) == 0
+    )
+    runs = read_rows(Path("results/own_features/own_trials.csv"))
+    assert {(run["num_classes"], run["train_images"], run["valid_images"], run["test_images"]) for run in runs} == {
+        ("10", "800", "200", "797")  # the names of the classes became numbers from 0
+    }
 
 
 @pytest.mark.docs("transformers")
