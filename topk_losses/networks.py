@@ -86,7 +86,8 @@ class RelaxedNetwork(TopKOperator):
     published for ImageNet; 0.5 was published for CIFAR-100.
 
     A class at -inf is masked out where numbers can be read, on a CPU. Elsewhere (CUDA, torch.compile, torch.func) it is
-    sorted with the others: leave masked columns out, or give m.
+    sorted with the others. A loss with m is right there if each row has at least m unmasked classes; otherwise leave
+    masked columns out.
 
     Args:
         construction: "odd_even", "bitonic" or "splitter_selection" (default).

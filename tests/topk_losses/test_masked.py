@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 from torch.nn.functional import one_hot
 
 from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
@@ -56,6 +57,29 @@ def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind
         want, want_gradient = value_and_gradient(loss, logits[row : row + 1, columns], own)
         torch.testing.assert_close(value[row : row + 1], want, **tolerance)
         torch.testing.assert_close(gradient[row, columns], want_gradient[0], **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "soft", "any"])
+@pytest.mark.parametrize("method", RELAXED)
+def test_where_no_number_can_be_read_rows_of_at_least_m_live_classes_have_the_same_loss(method, kind):
+    """By torch.func, and for networks compiled: the candidates of a row of m live classes are in their order there."""
+    settings = {"smoothed": {"label_smoothing": 0.1}, "any": {"soft_labels": "any"}}.get(kind, {})
+    loss = make_loss(method, p_k_of(method, 3), m=8, reduction="none", **settings)
+    logits, _ = random_batch(6, 12)
+    order = torch.rand(6, 12, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
+    num_live = torch.tensor([8, 8, 8, 9, 10, 12]).unsqueeze(1)
+    live = torch.zeros(6, 12, dtype=torch.bool).scatter(1, order, torch.arange(12) < num_live)
+    logits = logits.masked_fill(~live, -INF)
+    labels = order[:, 2]
+    mass = random_batch(6, 12, seed=1)[0].masked_fill(~live, -INF).softmax(1)
+    target = {"soft": mass, "any": one_hot(labels, 12) + one_hot(order[:, 0], 12) > 0}.get(kind, labels)
+    want = value_and_gradient(loss, logits, target)
+    calls = [vmap(loss)]
+    if METHODS[method].family == "networks":
+        torch._dynamo.reset()
+        calls.append(torch.compile(loss, backend="eager", fullgraph=True))
+    for call in calls:
+        torch.testing.assert_close(value_and_gradient(call, logits, target), want, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("method", [name for name in RELAXED if name != "recall_surrogate"])
