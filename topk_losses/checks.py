@@ -118,6 +118,13 @@ def check_fraction(name: str, value: float) -> float:
     return check_number(name, value, "lie in [0, 1)", lambda number: 0 <= number < 1)
 
 
+def check_fraction_or_none(name: str, value: float | None) -> float | None:
+    """Return `value` as a float in [0, 1), or None; raise ValueError for another."""
+    if value is None:
+        return None
+    return check_fraction(name, value)
+
+
 def check_inverse_temperature(value: float | Tensor | str, name: str = "inverse_temperature") -> float | Tensor:
     """Return a float, or a tensor as it is, which is learned or scheduled; raise ValueError unless it is above 0.
 

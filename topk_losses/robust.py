@@ -73,7 +73,8 @@ class ForwardCorrectionLoss(RobustLoss):
     it is -log((1 - noise_rate) p_y + noise_rate / n).
 
     Args:
-        noise_rate: in [0, 1), for T = (1 - noise_rate) I + noise_rate / n; 0 is cross-entropy (default: 0.2).
+        noise_rate: in [0, 1), for T = (1 - noise_rate) I + noise_rate / n; 0 is cross-entropy (default: 0.2, or None
+            with T).
         T: (n, n), rows summing to 1, instead of noise_rate.
         common: arguments of ClassificationLoss.
 
@@ -81,7 +82,7 @@ class ForwardCorrectionLoss(RobustLoss):
         ValueError: T is no such matrix, or both are given.
     """
 
-    noise_rate = checks.Checked(checks.check_fraction)
+    noise_rate = checks.Checked(checks.check_fraction_or_none)
     T: Tensor | None
 
     def __init__(
@@ -91,19 +92,32 @@ class ForwardCorrectionLoss(RobustLoss):
         **common: Unpack[CommonSettings],
     ) -> None:
         super().__init__(**common)
-        if noise_rate is not None and T is not None:
-            raise ValueError("noise_rate and T both say how labels are wrong: give one of them")
-        if noise_rate is None:
+        if T is None and noise_rate is None:
             noise_rate = 0.2
         if T is not None:
             T = check_transitions(T, self.num_classes)
         self.noise_rate = noise_rate
         self.register_buffer("T", T, persistent=False)
+        self._check_one_of_both()
+
+    def extra_repr(self) -> str:
+        shown = super().extra_repr()
+        if self.T is not None:
+            shown += f", T={tuple(self.T.shape)}"
+        return shown
 
     def _check_settings(self) -> None:
         super()._check_settings()
+        self._check_one_of_both()
         if self.T is not None and has_known_values(self.T):
             check_transitions(self.T, self.num_classes)
+
+    def _check_one_of_both(self) -> None:
+        """Raise ValueError unless either noise_rate or T is given."""
+        if self.noise_rate is not None and self.T is not None:
+            raise ValueError("noise_rate and T both say how labels are wrong: give one of them, and None for the other")
+        if self.noise_rate is None and self.T is None:
+            raise ValueError("noise_rate or T must say how labels are wrong: give one of them")
 
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         if self.T is None:
@@ -121,6 +135,7 @@ class ForwardCorrectionLoss(RobustLoss):
         return -log_of_noisy_labels(logits, self.T)
 
     def loss_of_log_p(self, log_p: Tensor, log_p_of_all: Tensor) -> Tensor:
+        assert self.noise_rate is not None  # _check_one_of_both
         if self.noise_rate == 0:
             return -log_p
         num_unmasked = (log_p_of_all > MASKED).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)

@@ -197,6 +197,8 @@ def test_no_setting_that_is_assigned_later_goes_unchecked(loss):
         (partial(build, "softsort", noise_rate=0.3), "top1_mode", "smce"),
         (partial(build, "softsort", p_k=1, top1_mode="sort"), "top1_mode", "sm"),
         (partial(build, "sparse_topk"), "top1_mode", "sort"),
+        (partial(make_loss, "forward_correction", T=torch.eye(10)), "noise_rate", 0.2),
+        (partial(make_loss, "forward_correction"), "noise_rate", None),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused_by_the_call(build_loss, name, value):

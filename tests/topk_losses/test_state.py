@@ -193,6 +193,16 @@ def test_a_parameter_does_not_become_a_constant_without_a_word(method, name, val
         loss.p_k = torch.tensor([0.5, 0.5], requires_grad=True)
 
 
+def test_forward_correction_shows_either_its_noise_rate_or_the_shape_of_its_matrix():
+    by_rate = make_loss("forward_correction")
+    by_matrix = make_loss("forward_correction", T=torch.eye(12))
+    assert (by_rate.noise_rate, by_matrix.noise_rate) == (0.2, None)
+    assert "noise_rate=0.2" in repr(by_rate)
+    assert "T=" not in repr(by_rate)
+    assert "T=(12, 12)" in repr(by_matrix)
+    assert "noise_rate" not in repr(by_matrix)
+
+
 # Operators.
 
 
