@@ -21,6 +21,8 @@ Given = TypeVar("Given", contravariant=True)
 Kept = TypeVar("Kept", covariant=True)
 TOLERANCE_OF_P_K = 1e-4  # of the sum of a row: that of difftopk
 TOLERANCE_OF_LABELS = 2e-2  # half-precision labels sum to 1 within that
+# Constants that are given as Python's numbers are kept in float64, for float64 logits; Apple's devices have none.
+KEPT_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64
 SHOWN = 20  # numbers of a tensor that a message shows
 
 
@@ -161,11 +163,15 @@ def current_inverse_temperature(value: float | Tensor, name: str = "inverse_temp
 def check_per_class(
     name: str, value: Sequence[float] | Tensor, num_classes: int | None, or_zero: bool = False
 ) -> Tensor:
-    """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else."""
+    """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else.
+
+    A tensor keeps its type; other values become float64.
+    """
     check_constant(name, value)
     least = ">= 0" if or_zero else "above 0"
     rule = f"{name} must hold a finite number {least} for each of the {num_classes or 'n'} classes"
-    numbers = made(partial(torch.as_tensor, device=device_of(value)), value, rule)
+    dtype = None if isinstance(value, Tensor) else KEPT_DTYPE
+    numbers = made(partial(torch.as_tensor, dtype=dtype, device=device_of(value)), value, rule)
     fits = numbers.dim() == 1 and len(numbers) == (num_classes or len(numbers))
     if fits and has_known_values(numbers):
         are_large = numbers >= 0 if or_zero else numbers > 0

@@ -26,9 +26,6 @@ from topk_losses.numerics import MASKED, guarded_log, largest, log_add_exp, log_
 from topk_losses.operator import TopKOperator, check_probabilities
 from topk_losses.temperature import Temperature, current_value, make_temperature
 
-# P_K is kept in float64, for float64 logits; Apple's devices have none
-P_K_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64
-
 
 class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy (Petersen et al. 2022), with the interface of torch.nn.CrossEntropyLoss.
@@ -120,7 +117,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         has_weight = (rows > 0).any(0)  # (K,)
         rank_weights = rows[:, has_weight].T.unsqueeze(0)  # (1, J, 1 or num_classes)
         self.ranks = (has_weight.nonzero().squeeze(1) + 1).tolist()
-        rank_weights = rank_weights.to(self.rank_weights.device, P_K_DTYPE)
+        rank_weights = rank_weights.to(self.rank_weights.device, checks.KEPT_DTYPE)
         # with the strides of its shape, by which processes send it to each other
         self.rank_weights = rank_weights.clone(memory_format=torch.contiguous_format)
 

@@ -5,6 +5,7 @@ import sys
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -214,6 +215,25 @@ def test_float64_is_exact_where_integers_are_divided():
     labels = labels.clamp(max=5)
     want = -(0.8 * logits.softmax(1).gather(1, labels.unsqueeze(1)) + 0.2 / 6).log().mean()
     torch.testing.assert_close(ForwardCorrectionLoss(0.2)(logits, labels), want, rtol=1e-14, atol=0)
+
+
+NUMBERS = [1 + j / 7 for j in range(12)]  # no float32 numbers
+PER_CLASS = {
+    "weight": partial(make_loss, "softmax_cross_entropy"),
+    "class_counts": partial(make_loss, "imbalanced_noised_topk", 3),
+}
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+@pytest.mark.parametrize("name", PER_CLASS)
+def test_numbers_per_class_that_are_no_tensor_keep_their_digits(name, kind):
+    logits, labels = random_batch(6, 12)
+    losses = []
+    for value in (kind(NUMBERS), torch.tensor(NUMBERS, dtype=torch.float64)):
+        loss = PER_CLASS[name](**{name: value})
+        loss.generator = torch.Generator().manual_seed(0)
+        losses.append(loss(logits, labels))
+    assert torch.equal(*losses)
 
 
 # Two ways to one number.
