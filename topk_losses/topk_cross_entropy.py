@@ -127,7 +127,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         Args:
             logits, labels: as in ClassificationLoss.
             p_k: P_K of each sample instead of the loss's own, (..., K) for labels (...): non-negative, rows summing to
-                1. It receives a gradient.
+                1 within 1e-4. It receives a gradient, which is why it is not scaled, unlike the loss's own.
         """
         if p_k is not None:
             p_k = self._rows_of_p_k(p_k, logits)

@@ -395,6 +395,21 @@ def test_p_k_and_the_inverse_temperature_can_be_set_later(method):
         loss(logits, labels)
 
 
+@pytest.mark.parametrize("method", [name for name in RELAXED if name not in GUARDED])
+def test_p_k_of_the_loss_is_scaled_and_that_of_a_call_taken_as_it_is_in_value_and_gradient(method):
+    logits, labels = random_batch()
+    exact = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    near = exact * (1 + 5e-5)  # summing to 1 within 1e-4
+    own = [TopKCrossEntropyLoss(method, p_k, reduction="none")(logits, labels) for p_k in (exact, near)]
+    torch.testing.assert_close(own[1], own[0], rtol=1e-14, atol=0)
+    rows = near.repeat(6, 1).requires_grad_()
+    losses = TopKCrossEntropyLoss(method, exact, reduction="none")(logits, labels, p_k=rows)
+    torch.testing.assert_close(own[0] - losses, torch.full_like(losses, 5e-5), rtol=1e-3, atol=0)
+    (gradient,) = torch.autograd.grad(losses.sum(), rows)
+    along = (gradient * rows).sum(1)
+    torch.testing.assert_close(along, -torch.ones_like(along))
+
+
 @pytest.mark.parametrize("p_k", [[0.5, 0, 0.5], [[0.5, 0, 0.5], [0.9, 0, 0.1]] * 6], ids=["one", "per class"])
 @pytest.mark.parametrize("m", [8, None])
 @pytest.mark.parametrize("method", RELAXED)
