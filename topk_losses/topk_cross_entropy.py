@@ -36,7 +36,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         method: the name of an operator (default: "splitter_selection"), or a TopKOperator.
         p_k: P_K, the weights of top-1, top-2, ...: p_k[j] = P(k = j + 1), non-negative and summing to 1. Shape (K,), or
             (num_classes, K) with a row for each class; or an integer k, for top-k only; or a mapping, {1: 0.5, 5: 0.5}.
-            It can be set later; P_K of each sample is an argument of the call.
+            Assign another P_K to set it later: an edit in place, as of loss_fn.p_k[0], changes a copy. P_K of each
+            sample is an argument of the call.
         m: number of scores that are sorted, at least 2: the true class's and the m - 1 largest others. None (default),
             or m >= n: all.
         inverse_temperature: above 0, larger = closer to the hard sort; a torch.nn.Parameter of shape () is learned;
@@ -97,7 +98,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     @property
     def p_k(self) -> Tensor:
-        """P_K, (K,) or (num_classes, K)."""
+        """P_K, (K,) or (num_classes, K): a copy, so that a change of P_K needs an assignment."""
         weights = self.rank_weights[0].T  # (1 or num_classes, J)
         p_k = weights.new_zeros(len(weights), self.ranks[-1])
         p_k[:, [rank - 1 for rank in self.ranks]] = weights
