@@ -181,11 +181,17 @@ class ClassificationLoss(KeepsPrecision):
         self.register_load_state_dict_pre_hook(rename_former_keys)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; where it is Checked, a parameter is checked like any other value, and not registered."""
+        """Set an attribute; where it is Checked, a parameter is checked like any other value, and not registered.
+
+        A number takes the place of the AutoTemperature of "auto".
+        """
         if isinstance(getattr(type(self), name, None), checks.Checked):
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)  # type: ignore[arg-type]
+            return
+        takes_auto_away = isinstance(value, float | int | Tensor) and name in self.__dict__.get("_modules", {})
+        if takes_auto_away:  # PyTorch lets no number take the place of a module
+            delattr(self, name)
+        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show the settings: all attributes that are numbers, words or operators."""

@@ -42,7 +42,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             or m >= n: all.
         inverse_temperature: above 0, larger = closer to the hard sort; a torch.nn.Parameter of shape () is learned;
             "auto" follows the standard deviation of the logits (AutoTemperature). None: the operator's default. A
-            number can be set later.
+            number can be set later, in place of "auto", too; "auto" itself only here.
         top1_mode: how the k = 1 term is computed: "sort", by the operator; "sm" (default), by softmax, inside the same
             logarithm; "smce", by a cross-entropy of its own. sparse_topk and perturbed_topk need "sm" or "smce", with
             P_K(1) > 0.

@@ -372,6 +372,21 @@ def test_auto_is_the_target_over_a_running_mean_in_float32(default):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("value", [2, 2.0, torch.tensor(2.0), nn.Parameter(torch.tensor(2.0))], ids=repr)
+@pytest.mark.parametrize("method", FOLLOW)
+def test_a_number_or_a_tensor_takes_the_place_of_auto(method, value):
+    logits, labels = random_batch(dtype=torch.float32)
+    loss, want = (make_loss(method, p_k_of(method, 3), inverse_temperature=beta) for beta in ("auto", 2.0))
+    loss(logits, labels)
+    loss.inverse_temperature = value
+    results = []
+    for called in (loss, want):
+        called.generator = torch.Generator().manual_seed(0)
+        results.append(called(logits, labels))
+    torch.testing.assert_close(*results)
+    assert set(loss.state_dict()) == set(dict(loss.named_parameters()))
+
+
 @pytest.mark.parametrize("mask", [-math.inf, -1e4, -1e9, -65504.0, torch.finfo(torch.float32).min])
 def test_auto_counts_live_classes_of_rows_that_count(mask):
     logits, labels = random_batch(6, 12, dtype=torch.float32)
