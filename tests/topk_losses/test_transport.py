@@ -124,3 +124,26 @@ def test_of_many_samples_none_misses_the_tolerance():
             warnings.simplefilter("error")
             SinkhornSort().rank_probabilities(rows, labels[: len(rows)], 5)
         assert 0 < SinkhornSort().convergence_error(rows) <= tolerance
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("m", [2, 16, 1000])
+def test_whitening_is_that_of_the_page(m, scale):
+    """Of the m largest scores of 1,000, and of one near the mean: with 16 most rows have a class that counts less."""
+    logits = random_logits(64, 1000, scale)
+    candidates = torch.cat([logits.topk(m - 1, dim=1).values, logits[:, :1]], dim=1)
+    depth = candidates.amax(1, keepdim=True) - candidates
+    weight = torch.ones_like(depth)
+    for _ in range(5):
+        mean = (weight * depth).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        variance = (weight * (depth - mean).square()).sum(1, keepdim=True) / weight.sum(1, keepdim=True) + 0.1**2
+        unit = (3 * mean).clamp(min=0.1)
+        share = (depth / unit).clamp(min=1)
+        weight = share**-4
+    moved = torch.minimum(depth, unit) * (1 + 0.25 * share.log())
+    want = torch.sigmoid((mean - moved) / variance.sqrt())
+    torch.testing.assert_close(whiten_and_squash(candidates), want)
+    if m == 16 and scale >= 1:
+        plain = (candidates - candidates.mean(1, keepdim=True)) / candidates.std(1, keepdim=True, correction=0)
+        is_other = ((want - plain.sigmoid()).abs() > 0.01).any(1)
+        assert float(is_other.double().mean()) > 0.5
