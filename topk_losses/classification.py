@@ -122,7 +122,8 @@ class ClassificationLoss(KeepsPrecision):
     Logits are (batch, n), (n,), or (batch, n, d1, ...). Labels are int64 without the dimension n, or like the logits.
     The loss is () for reduction "mean" and "sum", and has the shape of int64 labels for "none". It is float32, under
     autocast too, or float64 for float64 logits. A class with a logit of -inf is masked out: the loss is that of the
-    other classes.
+    other classes. Do not put a label on it: CrossEntropyLoss has the loss inf there, and the losses here numbers that
+    differ from method to method. Other samples keep their losses.
 
     Args:
         num_classes: n (default: that of the logits).

@@ -111,6 +111,29 @@ def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method,
             assert bool(gradients[0][2].any()) or method.startswith("truncated")
 
 
+@pytest.mark.parametrize("m", [None, 9])
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "soft", "ignored"])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_a_label_on_a_masked_class_touches_no_other_sample(method, kind, m):
+    """Its own loss is no NaN, and 0 where it is ignored."""
+    logits, labels = random_batch(6, 14)
+    logits[2, labels[2]] = -INF
+    settings = {"label_smoothing": 0.1} if kind == "smoothed" else {}
+    loss = make_loss(method, p_k_of(method, 3), m=m, reduction="none", **settings)
+    target = labels
+    if kind == "soft":
+        target = (one_hot(labels, 14) + one_hot(labels.roll(1), 14)).double() / 2
+    elif kind == "ignored":
+        target = labels.masked_fill(torch.arange(6) == 2, -100)
+    others = torch.tensor([0, 1, 3, 4, 5])
+    losses, gradient = value_and_gradient(loss, logits, target)
+    want, want_gradient = value_and_gradient(loss, logits[others], target[others])
+    assert not bool(losses.isnan().any())
+    assert float(losses[2]) == 0 or kind != "ignored"
+    torch.testing.assert_close(losses[others], want)
+    torch.testing.assert_close(gradient[others], want_gradient)
+
+
 @pytest.mark.parametrize("method", RELAXED)
 def test_a_row_with_one_class_left_has_a_gradient_of_0(method):
     logits = torch.full((2, 12), -torch.inf, dtype=torch.float64)
