@@ -4,7 +4,7 @@ An empty cell is NaN in a column of numbers and "" in a column of text.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -109,7 +109,8 @@ def that_meet(path: Path, cells: pd.DataFrame, condition: str) -> pd.DataFrame:
     if method and method not in set(cells["method"]):
         raise ValueError(f"--where {condition}: {path} has no run of {method}")
     values = cells[form[2]]
-    is_kept = values == form[3]
+    plain = spelling_of(form[2])
+    is_kept = values.map(plain) == plain(form[3])
     if method:
         is_kept |= cells["method"] != method
     if not is_kept.any():
@@ -160,6 +161,22 @@ def percent(cells: pd.Series) -> pd.Series:
 def numbers(cells: pd.Series) -> pd.Series:
     """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
     return pd.to_numeric(cells.replace("", None)).astype(float)
+
+
+def spelling_of(name: str) -> Callable[[str], str]:
+    """What writes the cells of a column as they are compared: equal numbers alike, text as it is."""
+    if name in TEXT:
+        return str
+    if name not in settings.BY_NAME:
+        return plain_number
+    kind = settings.BY_NAME[name].kind
+    if kind in (settings.floats, settings.integers):
+        return plain_list
+    if kind is settings.inverse_temperature:
+        return plain_temperature
+    if kind in (int, float):
+        return plain_number
+    return str
 
 
 def plain_number(cell: str) -> str:

@@ -662,3 +662,28 @@ def test_epochs_without_cross_entropy_have_a_table():
 
 def test_own_columns_are_kept(write, two_seeds):
     assert list(read_runs(write({**two_seeds[0], "mine": "x"}))["mine"]) == ["x"]
+
+
+# Spellings of one value, by the column: what a spreadsheet makes of a cell, and what one types.
+SPELLINGS = {
+    "lr": ("0.03", "3.00E-02", ".03"),
+    "n_epochs": ("200", "0200", "200"),
+    "p_k": ("0.5 0 0 0 0.5", "5.00E-01 0.0 0 0 .5", ".5 0 0 0 .5"),
+    "inverse_temperature": ("0.25:4", ".25:4.0", "2.5e-1:4"),
+    "valid_top1": ("0.5", "5.00E-01", ".50"),
+    "train_seconds": ("60", "6.00E+01", "60.0"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_condition_keeps_every_spelling_of_a_number(write, two_seeds, name):
+    first, second, typed = SPELLINGS[name]
+    path = write(changed(two_seeds[0], **{name: first}), changed(two_seeds[1], **{name: second}), *two_seeds[2:])
+    kept = read_runs(path, [f"softmax_cross_entropy:{name}={typed}", "method=softmax_cross_entropy"])
+    assert list(kept["seed"]) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["device_name", "git_commit", "model"])
+def test_a_condition_on_text_keeps_that_text_alone(write, two_seeds, name):
+    path = write(changed(two_seeds[0], **{name: "100"}), changed(two_seeds[1], **{name: "1e2"}))
+    assert list(read_runs(path, [f"{name}=1e2"])["seed"]) == [1]
