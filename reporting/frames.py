@@ -25,8 +25,14 @@ EXPERIMENT = [name for name in CONFIGURATION if settings.BY_NAME[name].role.name
 # Values that are the same as none.
 UNUSED = [0, "", "false", *(item.unused for item in settings.SETTINGS if item.unused is not None)]
 ACCURACY = re.compile(r".*_top\d+")
-# What every run has of a split; a beam of 8 is for data with as many phonemes, and top-3 is not in older rows.
-NEEDED = re.compile(r"(?:last_)?(test|valid)_(?:top[15]|(?:per|wer|gold)_beam[14])")
+# What every run of a script has of a split; a beam of 8 is for data with as many phonemes, and top-3 is not in older
+# rows.
+NEEDED = {
+    settings.CIFAR: re.compile(r"(?:last_)?(test|valid)_top[15]"),
+    settings.HEADS: re.compile(r"(?:last_)?(test|valid)_top[15]"),
+    settings.KNN: re.compile(r"(?:last_)?(test|valid)_top1"),
+    settings.BEAM: re.compile(r"(?:last_)?(test|valid)_(?:per|wer|gold)_beam[14]"),
+}
 TEXT = ("run_id", "device_name", "torch_version", "git_commit", "embeddings", "pretrained", "backbone", "labels")
 
 
@@ -76,15 +82,22 @@ def check_repeats(path: Path, cells: pd.DataFrame, runs: pd.DataFrame) -> None:
 
 def check_accuracies(path: Path, cells: pd.DataFrame) -> None:
     """Raise ValueError for a run without an accuracy of a split that it has: a mean would count it as a seed."""
-    for name in cells:
-        found = NEEDED.fullmatch(name)
-        if found is None:
-            continue
-        sizes = cells.reindex(columns=[f"{found[1]}_images", f"{found[1]}_words"], fill_value="")
-        lacking = cells[(cells[name] == "") & (sizes != "").any(axis=1)]
-        if len(lacking):
-            run_id = lacking["run_id"].iloc[0]
-            raise ValueError(f"the run {run_id} of {path} has no {name}: repair or delete its line")
+    scripts = pd.Series([settings.script_of(row) for row in cells.to_dict("records")], cells.index)
+    for script, rows in cells.groupby(scripts):
+        for name in rows:
+            found = NEEDED[script].fullmatch(name)
+            if found is None:
+                continue
+            sizes = rows.reindex(columns=[f"{found[1]}_images", f"{found[1]}_words"], fill_value="")
+            lacking = rows[(rows[name] == "") & (sizes != "").any(axis=1)]
+            if len(lacking):
+                run_id = lacking["run_id"].iloc[0]
+                raise ValueError(f"the run {run_id} of {path} has no {name}: repair or delete its line")
+
+
+def are_of_beam_search(runs: pd.DataFrame) -> bool:
+    """Whether some runs are of beam search, which has error rates instead of accuracies."""
+    return "arm" in runs and bool((runs["arm"] != "").any())
 
 
 def is_untested(runs: pd.DataFrame) -> pd.Series:

@@ -22,10 +22,17 @@ def passes_of(file: Path) -> pd.DataFrame:
     found["seconds"] = rows["train_seconds"] + rows["eval_seconds"].fillna(0)
     if "num_heads" in rows:
         found["seed"] = 0
-    found = found.sort_values(["seed", "seconds"])
+    found["script"] = scripts_of(rows)
+    found = found.sort_values(["script", "seed", "seconds"])
     is_new = (found["seconds"].diff().abs() > SAME_PASS) | found["seed"].diff().ne(0)
-    is_new |= settings.script_of(dict.fromkeys(rows, "")) != settings.HEADS
+    is_new |= found["script"].ne(settings.HEADS) | found["script"].ne(found["script"].shift())
     return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "threads": "first", "runs": "sum"})
+
+
+def scripts_of(rows: pd.DataFrame) -> pd.Series:
+    """The script of each row."""
+    cells = rows.astype(str).where(rows.notna(), "")
+    return pd.Series([settings.script_of(row) for row in cells.to_dict("records")], index=rows.index)
 
 
 def hours(*files: Path) -> str:

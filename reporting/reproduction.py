@@ -13,7 +13,7 @@ from experiments.common.paths import REPOSITORY, RESULTS
 from experiments.common.settings import CROSS_ENTROPY
 from reporting import beam_search, draws, markdown, tables
 from reporting.compare import Agreement, Pool, agreement, interval, paired, pooled_spread, spread
-from reporting.frames import METRICS, as_text, read_runs
+from reporting.frames import METRICS, are_of_beam_search, as_text, read_runs
 from reporting.tables import Configuration, Line, Table, pool_for
 from studies.catalog import study_of
 from studies.runs import RunIndex, Study, command_of, expected_runs, parse_flags
@@ -124,7 +124,7 @@ def report_runs(
 ) -> str:
     """The report of runs that are listed before any has run."""
     metrics = None
-    if "arm" in repository or "arm" in yours:
+    if are_of_beam_search(repository) or are_of_beam_search(yours):
         metrics = beam_search.ERROR_RATES
         repository = in_percent(repository)
         yours = in_percent(yours)

@@ -26,7 +26,7 @@ from experiments.common import door
 from experiments.common.files import replace_file
 from experiments.common.paths import PAPER
 from reporting import beam_search, epochs, reproduction, tables, temperatures
-from reporting.frames import is_untested, read_runs, read_text
+from reporting.frames import are_of_beam_search, is_untested, read_runs, read_text
 
 
 class Report(NamedTuple):
@@ -107,7 +107,7 @@ def kind_of(args: argparse.Namespace, runs: pd.DataFrame) -> Kind:
     """The kind of the report of one file's runs."""
     if "epoch" in runs:
         return EPOCHS
-    if "arm" in runs:
+    if are_of_beam_search(runs):
         return BEAM_SEARCH
     if args.temperatures:
         return TEMPERATURES

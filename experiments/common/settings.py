@@ -219,12 +219,12 @@ def identifying(script: str) -> list[Setting]:
 
 
 def script_of(row: Mapping[str, str]) -> str:
-    """The script that made a row, by the columns that only it has."""
-    if "arm" in row:
+    """The script that made a row, by the cells that only its rows have; a file may have rows of several scripts."""
+    if row.get("arm"):
         return BEAM
-    if "num_candidates" in row:
+    if row.get("k"):
         return KNN
-    if "order_seed" in row:
+    if row.get("order_seed"):
         return HEADS
     return CIFAR
 

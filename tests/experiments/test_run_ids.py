@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.common.rows import read_rows
+from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import BEAM, CIFAR, HEADS, KNN, PRETRAINING, SETTINGS, run_id, script_of
+from studies import runs
 
 RESULTS = Path(__file__).parents[2] / "results" / "repository"
 FILES = sorted(
@@ -67,3 +68,18 @@ def test_the_command_of_a_recorded_row_skips_itself(path, tmp_path, capsys):
             assert SCRIPTS[script_of(row)].main([*command_of(row), "--results", str(results)]) == 0
             assert f"already has {row['run_id']} " in capsys.readouterr().out
     assert results.read_bytes() == path.read_bytes()
+
+
+def test_rows_of_several_scripts_in_one_file_are_each_of_its_own(tmp_path):
+    """As a spreadsheet joins them, or as commands with one --results write them: every column, most cells empty."""
+    firsts = {}
+    for path in FILES:
+        for row in read_rows(path):
+            firsts.setdefault((script_of(row), row["method"]), row)
+    assert {script for script, _ in firsts} == SCRIPTS.keys()
+    write_rows(tmp_path / "all.csv", list(firsts.values()))
+    for (script, _), row in zip(firsts, read_rows(tmp_path / "all.csv"), strict=True):
+        config = {item.name: item.parse(row.get(item.name, "")) for item in SETTINGS}
+        assert script_of(row) == script
+        assert run_id(script, config, SCRIPTS[script].READABLE) == row["run_id"]
+        assert f"experiments/{script}.py" in runs.command_of(row)

@@ -64,3 +64,12 @@ def test_networks_and_neighbours_share_no_pass(trained, tmp_path, name):
     pd.DataFrame(rows).to_csv(file, index=False)
     assert list(passes_of(file)["runs"]) == [1, 1, 1]
     assert hours(file).startswith("Our rows: 3 runs on ")
+
+
+def test_of_several_scripts_in_one_file_only_classifiers_share_a_pass(trained, tmp_path):
+    rows = []
+    for name in ("cifar", "cifar", "heads", "heads"):
+        rows.append(rows_of(trained / f"{name}.csv")[0] | {"seed": 0, "train_seconds": 99.0, "eval_seconds": 1})
+    file = tmp_path / "rows.csv"
+    pd.DataFrame(rows).to_csv(file, index=False)
+    assert sorted(passes_of(file)["runs"]) == [1, 1, 2]

@@ -664,6 +664,17 @@ def test_own_columns_are_kept(write, two_seeds):
     assert list(read_runs(write({**two_seeds[0], "mine": "x"}))["mine"]) == ["x"]
 
 
+def test_runs_of_several_scripts_in_one_file_lack_no_accuracy_of_each_other(trained, write):
+    """Neighbours have no top-5, and beam search has error rates; an empty accuracy of its own script is refused."""
+    rows = [rows_of(trained / f"{name}.csv")[0] for name in ("cifar", "knn", "beam", "heads")]
+    assert len(read_runs(write(*rows))) == 4
+    for number, name in enumerate(("test_top5", "test_top1", "test_wer_beam4", "last_valid_top5")):
+        damaged = [*rows]
+        damaged[number] = rows[number] | {name: ""}
+        with pytest.raises(ValueError, match=f"has no {name}"):
+            read_runs(write(*damaged))
+
+
 # Spellings of one value, by the column: what a spreadsheet makes of a cell, and what one types.
 SPELLINGS = {
     "lr": ("0.03", "3.00E-02", ".03"),
