@@ -51,6 +51,7 @@ GAINS = (
 )
 WIDE = 5.0  # half of an interval, in points, beyond which agreement says little
 MORE_SEEDS = "With a second seed of yours there is an interval that takes their spread from your runs."
+COPIES = "{count} of your runs stand in the repository, too, and are not compared with themselves."
 NO_SEEDS = "Nor is the number of their seeds, so there is no interval either."
 
 
@@ -109,6 +110,7 @@ def report(path: Path, choice: str = "noisy", with_commands: bool = False, study
     if isinstance(study, Tuned):
         ours = Side(replace(study, embeddings=""), REPOSITORY / Path(name).parent)
         theirs = Side(study, path.parent)
+        theirs.copies = theirs.names & ours.names
         if ours.trials.rows or ours.finals.rows:
             return report_tuned(study, ours, theirs, choice, with_commands)
         return report_gains(study, theirs, choice, with_commands)
@@ -123,11 +125,11 @@ def report_runs(
     name: str, repository: pd.DataFrame, yours: pd.DataFrame, study: Study | None, with_commands: bool
 ) -> str:
     """The report of runs that are listed before any has run."""
-    metrics = None
-    if are_of_beam_search(repository) or are_of_beam_search(yours):
-        metrics = beam_search.ERROR_RATES
-        repository = in_percent(repository)
-        yours = in_percent(yours)
+    is_copy = names_of(yours).isin(names_of(repository))
+    yours = yours[~is_copy]
+    metrics = error_rates_of(repository, yours)
+    repository = in_percent(repository)
+    yours = in_percent(yours)
     published = ""
     if study is not None:
         published = study.published
@@ -150,8 +152,29 @@ def report_runs(
     parts += [from_published_note(table), table.published]
     if study is not None:
         parts.append(study.limit)
+    parts.append(copies_note(is_copy.sum()))
     parts.append(f"Runs: {machines('repository', repository)}; {machines('yours', yours)}.")
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def names_of(runs: pd.DataFrame) -> pd.Series:
+    """What tells each run from its repetitions: its name and when it began."""
+    cells = runs.reindex(columns=["run_id", "started_utc"])
+    return as_text(cells["run_id"]) + " " + as_text(cells["started_utc"])
+
+
+def copies_note(count: int) -> str:
+    """The sentence about runs of yours that scripts/add_results.py has added; "" without any."""
+    if count == 0:
+        return ""
+    return COPIES.format(count=count)
+
+
+def error_rates_of(*sides: pd.DataFrame) -> dict[str, str] | None:
+    """The error rates of beam search and what tables call them, where a side has such runs; else None."""
+    if any(are_of_beam_search(runs) for runs in sides):
+        return beam_search.ERROR_RATES
+    return None
 
 
 def in_percent(runs: pd.DataFrame) -> pd.DataFrame:
@@ -306,7 +329,11 @@ class Chosen(NamedTuple):
 
 
 class Side:
-    """The trials and finals of a tuned study in one folder."""
+    """The trials and finals of a tuned study in one folder.
+
+    Attributes:
+        copies: names, as of `names_of`, of the runs that are the other side's, and are not compared.
+    """
 
     def __init__(self, study: Tuned, folder: Path) -> None:
         self.study = study
@@ -317,16 +344,22 @@ class Side:
         if study.embeddings and "embeddings" in runs:
             runs = runs[runs["embeddings"] == study.embeddings].reset_index(drop=True)
         self.runs = runs
-        names = {row.get("embeddings", "") for row in (*self.trials.rows, *self.finals.rows)}
-        self.embeddings = ", ".join(sorted(names))
+        rows = [*self.trials.rows, *self.finals.rows]
+        self.names = set(names_of(pd.DataFrame(rows)))
+        self.copies: set[str] = set()
+        self.embeddings = ", ".join(sorted({row.get("embeddings", "") for row in rows}))
 
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
         if trial is None:
             return Chosen(None, self.runs.iloc[:0], self.study.lacking(candidate, self.trials))
-        runs = self.runs.iloc[self.finals.numbers(trial)]
+        runs = self.compared(self.runs.iloc[self.finals.numbers(trial)])
         is_final = runs["seed"].isin(self.study.finals.commands.seeds)  # trials may stand in the same file
         return Chosen(trial, runs[is_final])
+
+    def compared(self, runs: pd.DataFrame) -> pd.DataFrame:
+        """Those of some runs that are not the other side's, too."""
+        return runs[~names_of(runs).isin(self.copies)]
 
 
 def values(chosen: Chosen, metric: str) -> pd.Series:
@@ -379,8 +412,9 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     else:
         parts += [summary(verdicts), VERDICTS]
         parts.append(trials_that_agree(study, ours, theirs, pools))
-    parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
-    return "\n\n".join(parts) + "\n"
+    parts.append(copies_note(len(theirs.copies)))
+    parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.compared(theirs.runs))}.")
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def report_gains(study: Tuned, theirs: Side, choice: str, with_commands: bool) -> str:
@@ -479,12 +513,12 @@ def trials_that_agree(study: Tuned, ours: Side, theirs: Side, pools: dict[str, P
     for candidate in study.space:
         for trial in study.trials_of(candidate, ours.trials):
             own = ours.trials.of(trial)
-            your = theirs.trials.of(trial)
-            if not own or not your:
+            your = theirs.compared(pd.DataFrame(theirs.trials.of(trial)))
+            if not own or your.empty:
                 continue
             count += 1
             for metric, pool in pools.items():
-                verdicts.append(agreement(accuracies(your, metric), accuracies(own, metric), pool))
+                verdicts.append(agreement(accuracies(your.to_dict("records"), metric), accuracies(own, metric), pool))
     if count == 0:
         return "Trials: none in common."
     return f"Trials: {count} in common. By the spread of the finals, {summary(verdicts)}"

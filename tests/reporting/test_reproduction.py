@@ -24,13 +24,13 @@ ACCURACIES = ("test_top1", "test_top5", "test_wer_beam4", "test_per_beam4")
 
 @pytest.fixture
 def yours(tmp_path, monkeypatch):
-    """Write changed copies of the repository's rows into a folder results/; return the path."""
+    """Write changed copies of the repository's rows, as of later runs, into a folder results/; return the path."""
     monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
 
-    def call(file: str, rows: list[dict[str, str]]) -> Path:
+    def call(file: str, rows: list[dict[str, str]], started: str = "2030-01-01T00:00:00.000Z") -> Path:
         path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
-        write_rows(path, rows)
+        write_rows(path, [row | {"started_utc": started or row["started_utc"]} for row in rows])
         return path
 
     return call
@@ -73,6 +73,45 @@ def test_the_repositorys_own_runs_agree_with_themselves(file, yours):
         for name, cell in line.items():
             if name.endswith(" yours"):
                 assert cell == line[name.replace("yours", "repository")]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_runs_that_were_added_to_the_repository_are_not_compared_with_themselves(file, yours):
+    """All of them, and half of them beside repetitions of the others."""
+    rows = read_rows(REPOSITORY / file)
+    text = reproduction.report(yours(file, rows, started=""))
+    assert "You have no runs of this study." in text
+    assert "agree" not in text
+    assert f"{len(rows)} of your runs stand in the repository, too, and are not compared with themselves." in text
+    half = len(rows) // 2
+    mixed = rows[:half] + [row | {"started_utc": "2030-01-01T00:00:00.000Z"} for row in rows[half:]]
+    text = reproduction.report(yours(file, mixed, started=""))
+    assert f"\n{half} of your runs stand in the repository, too" in text
+    repeated = reproduction.report(yours(file, rows[half:]))
+    assert table_of(text) == table_of(repeated)
+    assert "stand in the repository" not in repeated
+
+
+@pytest.mark.parametrize("file", ["noise/human", "noise_scratch", "heads"])
+def test_trials_and_finals_that_were_added_choose_and_are_not_compared(file, yours):
+    """Yours are the repository's trials, and its finals, of which you repeated the last seed."""
+    names = [name for name in (f"{file}_trials.csv", f"{file}.csv") if (REPOSITORY / name).is_file()]
+    rows = {name: read_rows(REPOSITORY / name) for name in names}
+    seed = str(study_of(f"{file}.csv", REPOSITORY).finals.commands.seeds[-1])
+    repeated = [row for row in rows[f"{file}.csv"] if row["seed"] == seed]
+    added = [row for row in rows[f"{file}.csv"] if row["seed"] != seed]
+    for name in names:
+        yours(name, rows[name], started="")
+    later = [row | {"started_utc": "2030-01-01T00:00:00.000Z"} for row in repeated]
+    path = yours(f"{file}.csv", added + later, started="")
+    text = reproduction.report(path)
+    count = sum(map(len, rows.values())) - len(repeated)
+    assert f"\n{count} of your runs stand in the repository, too" in text
+    assert ("Trials: none in common." in text) == (len(names) == 2)  # else a repeated seed is one of a trial
+    assert {line["your choice"] for line in table_of(text)} == {"the same trial"}
+    for line in table_of(text):
+        assert line["top-1 yours"] == "not run" or line["top-1 yours"].endswith(" (1)")
+    assert any(line["top-1 yours"].endswith(" (1)") for line in table_of(text))
 
 
 def test_runs_that_are_elsewhere_differ_and_are_counted(yours):
