@@ -58,7 +58,15 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
         raise ValueError(f"{path} has {twice['run_id'].iloc[0]} twice: delete one of the lines")
     for condition in where:
         cells = that_meet(path, cells, condition)
-    cells = cells.reset_index(drop=True)
+    return typed_runs(path, cells.reset_index(drop=True))
+
+
+def typed_runs(path: Path, cells: pd.DataFrame) -> pd.DataFrame:
+    """The runs of a file with typed cells, in which a table can trust.
+
+    Raises:
+        ValueError: a cell is not of its column's type, a line has a seed twice, or a run lacks an accuracy.
+    """
     runs = typed_frame(cells, path)
     check_repeats(path, cells, runs)
     check_accuracies(path, cells)
@@ -163,9 +171,9 @@ def typed(name: str, cells: pd.Series) -> pd.Series:
 
 
 def percent(cells: pd.Series) -> pd.Series:
-    """Fractions as percentages. Raises ValueError for a number that is no fraction."""
+    """Fractions as percentages, an empty cell as NaN. Raises ValueError for a number that is no fraction."""
     fractions = numbers(cells)
-    wrong = fractions[(fractions < 0) | (fractions > 1)]
+    wrong = fractions[(cells != "") & ~fractions.between(0, 1)]
     if len(wrong):
         raise ValueError(f"{wrong.iloc[0]:g} is no fraction in [0, 1]")
     return 100 * fractions

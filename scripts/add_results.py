@@ -2,8 +2,8 @@
 
 A row is added if it has finished, its method is one of this repository's, its name is what its settings give, its
 commit is in the history and had no changes, and the repository has no row of that name. One refused row, and nothing
-is written. Rows that are there already are left alone. The file may lie in another clone: its place is that within the
-folder results/.
+is written; nor where scripts/report.py would refuse the file with the new rows. Rows that are there already are left
+alone. The file may lie in another clone: its place is that within the folder results/.
 """
 
 import argparse
@@ -13,12 +13,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
+
+from data.cifar import DATASETS
 from experiments.common import door, settings
 from experiments.common.paths import REPOSITORY, ROOT, portable
 from experiments.common.rows import Row, locked, read_rows, write_rows
+from reporting.frames import typed_runs
 from topk_losses import METHODS as TRAINED
 
 METHODS = (*TRAINED, *settings.UNTRAINED)
+COMMIT = re.compile("[0-9a-f]{40}")
+COUNT = re.compile("(train|valid|test|clean)_(images|words)")
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 
 
 def digest_of(name: str) -> str:
@@ -45,9 +52,27 @@ def has_its_learning_rate(row: Row) -> bool:
     return math.isclose(float(row["lr"]), 10 ** -float(row["nloglr"]), rel_tol=1e-9)
 
 
+def has_its_times(row: Row) -> bool:
+    """Whether a row says when it began and ended, as a run writes it."""
+    return all(TIME.fullmatch(row.get(name, "")) for name in ("started_utc", "finished_utc"))
+
+
+def has_its_counts(row: Row) -> bool:
+    """Whether each split of a row has images or words, and the number of classes is that of its data."""
+    for name, cell in row.items():
+        if cell and COUNT.fullmatch(name) and not re.fullmatch("[1-9][0-9]*", cell):
+            return False
+    classes = row.get("embeddings", "").partition("x")[0]
+    if row.get("dataset", "") in DATASETS:
+        classes = str(DATASETS[row["dataset"]])
+    return classes == "" or row.get("num_classes", "") in ("", classes)
+
+
 def is_in_history(commit: str) -> bool:
     """Whether every commit of a row, a+b if it was resumed on another, is an ancestor of what is checked out."""
     for part in commit.split("+"):
+        if not COMMIT.fullmatch(part):  # a branch would be another commit tomorrow
+            return False
         done = subprocess.run(["git", "-C", ROOT, "merge-base", "--is-ancestor", part, "HEAD"], capture_output=True)
         if done.returncode:
             return False
@@ -62,16 +87,25 @@ def problem(row: Row, known: dict[str, Row]) -> str:
         return "its name is not what its settings give: the row was edited"
     if row.get("finished_utc", "") == "" or not has_score(row):
         return "it has not finished: finished_utc, or each of its scores, is empty"
+    if not has_its_times(row):
+        return "its started_utc or its finished_utc is no time that a run writes: the row was edited"
+    if not has_its_counts(row):
+        return "its num_classes, or its number of images or words, is not that of its data: the row was edited"
     if not has_its_learning_rate(row):
         return "its nloglr and its lr are two learning rates: the row was edited"
+    if digest_of(row["run_id"]) in known:
+        return "the repository, or an earlier line, has a row of that name with other cells"
+    return problem_of_commit(row)
+
+
+def problem_of_commit(row: Row) -> str:
+    """Why the commit of a row cannot be in the repository; "" if it can."""
     if row.get("git_commit", "") == "":
         return "it names no commit"
     if "-dirty" in row["git_commit"]:
         return "files differed from its commit: commit them, and repeat the run with --force"
     if not is_in_history(row["git_commit"]):
-        return f"its commit {row['git_commit']} is not in the history"
-    if row["run_id"] in known:
-        return "the repository, or an earlier line, has a row of that name with other cells"
+        return f"its commit {row['git_commit']} is not in the history, or not written with 40 digits"
     return ""
 
 
@@ -119,11 +153,12 @@ def add(path: Path, only_check: bool) -> str:
 
 def new_rows(path: Path, committed: list[Row]) -> list[Row]:
     """The rows of a file that are not committed, each once. Raises ValueError where one is refused."""
-    known = {row["run_id"]: row for row in committed}
+    known = {digest_of(row["run_id"]): row for row in committed}
     rows = []
     refused = 0
     for row in read_rows(path):
-        if row["run_id"] in known and filled(known[row["run_id"]]) == filled(row):
+        digest = digest_of(row["run_id"])
+        if digest in known and filled(known[digest]) == filled(row):
             continue  # it is there already
         rows.append(row)
         reason = problem(row, known)
@@ -131,9 +166,11 @@ def new_rows(path: Path, committed: list[Row]) -> list[Row]:
             print(f"refused: {row['run_id']}: {reason}")
             refused += 1
             continue
-        known[row["run_id"]] = row
+        known[digest] = row
     if refused:
         raise ValueError(f"{refused} of {len(rows)} rows are refused, and nothing is written")
+    if rows:
+        typed_runs(path, pd.DataFrame([*committed, *rows], dtype=object).fillna(""))
     return rows
 
 

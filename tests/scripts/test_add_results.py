@@ -59,6 +59,14 @@ WITHOUT_SCORES = dict.fromkeys(SCORES, "")
         ({"git_commit": ""}, "it names no commit"),
         ({"git_commit": f"{HEAD}-dirty"}, "files differed from its commit"),
         ({"git_commit": f"{HEAD}+{ABSENT}"}, f"its commit {HEAD}+{ABSENT} is not in the history"),
+        ({"git_commit": "HEAD"}, "its commit HEAD is not in the history, or not written with 40 digits"),
+        ({"git_commit": HEAD[:12]}, f"its commit {HEAD[:12]} is not in the history, or not written with 40"),
+        ({"git_commit": f"{HEAD}+"}, f"its commit {HEAD}+ is not in the history, or not written with 40"),
+        ({"finished_utc": "x"}, "its started_utc or its finished_utc is no time that a run writes"),
+        ({"started_utc": "29/11/2026 01:03"}, "its started_utc or its finished_utc is no time that a run writes"),
+        ({"test_images": "0"}, "its num_classes, or its number of images or words, is not that of its data"),
+        ({"train_images": "many"}, "its num_classes, or its number of images or words, is not that of its data"),
+        ({"num_classes": "1000"}, "its num_classes, or its number of images or words, is not that of its data"),
     ],
 )
 def test_one_wrong_row_and_nothing_is_written(place, capsys, cells, reason):
@@ -70,6 +78,45 @@ def test_one_wrong_row_and_nothing_is_written(place, capsys, cells, reason):
         add_results.main([str(own)])
     assert capsys.readouterr().out.startswith(f"refused: {rows[-1]['run_id']}: {reason}")
     assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("column", ["test_top1", "valid_top5"])
+@pytest.mark.parametrize("cell", ["1.5", "95.5", "-0.1", "abc", "nan", "inf", ""])
+def test_an_accuracy_that_the_report_would_refuse_is_not_added(place, column, cell):
+    own, target = place
+    before = target.read_bytes()
+    rows = read_rows(own)
+    write_rows(own, [*rows[:-1], rows[-1] | {column: cell}])
+    for flags in ([], ["--dry-run"]):
+        with pytest.raises(ValueError, match=rf"{column}"):
+            add_results.main([str(own), *flags])
+    assert target.read_bytes() == before
+    with pytest.raises(ValueError, match=rf"{column}"):
+        read_runs(own)
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["committed", "new"])
+def test_a_row_under_another_name_of_the_same_hash_is_no_new_row(place, capsys, number):
+    own, target = place
+    before = target.read_bytes()
+    rows = read_rows(own)
+    write_rows(own, [*rows, rows[number] | {"run_id": f"zz-{add_results.digest_of(rows[number]['run_id'])}"}])
+    with pytest.raises(ValueError, match="1 of 6 rows"):
+        add_results.main([str(own)])
+    assert "has a row of that name with other cells" in capsys.readouterr().out
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("file", ["knn.csv", "beam_search.csv", "heads.csv", "noise/human.csv"])
+def test_rows_of_every_script_are_added_to_those_that_are_there(tmp_path, monkeypatch, file):
+    repository = tmp_path / "results" / "repository"
+    monkeypatch.setattr(add_results, "REPOSITORY", repository)
+    rows = [row | {"git_commit": HEAD} for row in read_rows(REPOSITORY / file)]
+    for path, some in ((repository / file, rows[:-3]), (tmp_path / "results" / file, rows)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(path, some)
+    add_results.main([str(tmp_path / "results" / file)])
+    assert read_rows(repository / file) == rows
 
 
 def test_a_name_that_the_repository_has_with_other_cells_is_refused(place, capsys):
