@@ -8,6 +8,7 @@ import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -117,6 +118,36 @@ def modified(path: Path) -> float:
 def is_about(cells: Row, embeddings: str) -> bool:
     """Whether a run is of these embeddings; of any, without a name."""
     return embeddings in ("", cells.get("embeddings", ""))
+
+
+def embeddings_id(path: str | Path) -> str:
+    """The name of embeddings by their content; "" for a published name, or a file that is not there yet."""
+    path = Path(path)
+    if not path.is_file():
+        return ""
+    return _embeddings_id(path, path.stat().st_mtime_ns)
+
+
+@cache  # the commands of a study name one file many times
+def _embeddings_id(path: Path, changed: int) -> str:
+    """The name of the embeddings in a file that was changed at this time."""
+    from data.embeddings import load_embeddings  # loads PyTorch
+
+    return str(load_embeddings(path).about(str(path))["embeddings"])
+
+
+def has_its_data(run: dict[str, Any], cells: Row) -> bool:
+    """Whether a row or a folder is of a run's embeddings: by their content, or by the name of a file that is not here.
+
+    Args:
+        cells: of the row, or of the folder's config.json.
+    """
+    if run.get("data_path") is None:
+        return True
+    name = embeddings_id(run["data_path"])
+    if name:
+        return cells.get("embeddings", "") == name
+    return Path(cells.get("data_path", "")).name == Path(run["data_path"]).name
 
 
 @dataclass
@@ -240,13 +271,15 @@ class Status:
         """How far the runs of one seed are. Classifiers that are trained in one pass each have the seconds of it."""
         found = Pass(len(runs), expected=max(map(self.expected_seconds, runs)))
         for run in runs:
-            numbers = self.rows.find(run)
-            if numbers:
+            rows = [self.rows.rows[number] for number in self.rows.find(run)]
+            rows = [row for row in rows if has_its_data(run, row)]
+            if rows:
                 found.done += 1
-                found.row_seconds = max(found.row_seconds, seconds_of(self.rows.rows[numbers[-1]]))
+                found.row_seconds = max(found.row_seconds, seconds_of(rows[-1]))
                 continue
             for number in self.begun.find(run):
-                found.folder = self.folders[number]
+                if has_its_data(run, self.folders[number].cells):
+                    found.folder = self.folders[number]
         return found
 
     def state(self, command: str, passes: Sequence[Pass]) -> str:

@@ -24,7 +24,7 @@ from experiments.common import door
 from experiments.common.paths import RESULTS, ROOT
 from experiments.common.settings import BY_FLAG, CALL, MACHINE
 from reporting import reproduction
-from reporting.status import Status, repository_file, status_text
+from reporting.status import Status, embeddings_id, repository_file, status_text
 from scripts.launch import launch, runs_of
 from scripts.launch import parse_arguments as parse_launcher_flags
 from studies import noise, own_features, tiny_imagenet
@@ -110,15 +110,6 @@ def check_flags_of_runs(study: str, extra: Sequence[str]) -> None:
             raise ValueError(f"{study} finds its trials by their settings, and takes no {flag} beside its own")
         if entry.trains_together and is_of_one_loss(setting):
             raise ValueError(f"{study} trains several losses at once, and {flag} would reach the first alone")
-
-
-def embeddings_id(path: str | Path) -> str:
-    """The name of embeddings by their content; "" for a published name, or a file that is not there yet."""
-    if not Path(path).is_file():
-        return ""
-    from data.embeddings import load_embeddings  # loads PyTorch
-
-    return str(load_embeddings(Path(path)).about(str(path))["embeddings"])
 
 
 def check_files(names: Sequence[str], others: Sequence[str] = ()) -> None:

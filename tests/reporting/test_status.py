@@ -6,14 +6,17 @@ import multiprocessing
 
 import pytest
 
+from data import embeddings
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
+from experiments.common.settings import cell
 from reporting import status
 from reporting.status import Progress, Status, status_text, time_left
 from studies import runs
-from studies.catalog import LISTED
+from studies.catalog import LISTED, STUDIES
 from studies.paper import TABLE1_SHORT, table1
 from studies.runs import RunIndex, Study, expected_runs
+from tests.experiments import scripts
 
 COMMANDS = TABLE1_SHORT.commands()
 ROWS = read_rows(REPOSITORY / "table1_short.csv")
@@ -79,9 +82,48 @@ def test_runs_of_other_embeddings_are_not_those_of_a_study(folder):
     rows = [row | {"embeddings": "own"} for row in ROWS[:3]]
     write_rows(folder / "table1_short.csv", rows[:1])
     begin(folder, rows[1], 2)
-    for embeddings, number in (("own", 1), ("", 1), ("other", 0)):
-        found = Status(folder / "table1_short.csv", folder / "logs", embeddings)
+    for name, number in (("own", 1), ("", 1), ("other", 0)):
+        found = Status(folder / "table1_short.csv", folder / "logs", name)
         assert (len(found.rows.rows), len(found.folders)) == (number, number)
+
+
+def studies_of_embeddings(path) -> list[Study]:
+    """Each study without trials that reads embeddings, of this file where it takes one."""
+    found = []
+    for name, entry in STUDIES.items():
+        if entry.has_trials or name.startswith("tiny_imagenet"):
+            continue
+        study = entry.make(*[str(path)] * len(entry.data))
+        if isinstance(study, Study) and "data_path" in expected_runs(study.commands()[0])[0]:
+            found.append(study)
+    return found
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_command_is_done_by_rows_of_its_own_embeddings_alone(folder, is_there, monkeypatch):
+    """By their content where its file is there, whatever its name was; by the name of a file that is not there."""
+    path = folder / "own.pt"
+    opened = []
+    if is_there:
+        scripts.embeddings(path)
+        load = embeddings.load_embeddings
+        monkeypatch.setattr(embeddings, "load_embeddings", lambda file: opened.append(file) or load(file))
+    studies = studies_of_embeddings(path)
+    assert len(studies) >= 5
+    for study in studies:
+        command = study.commands()[0]
+        expected = expected_runs(command)
+        rows = []
+        for run in expected:
+            row = {name: cell(value) for name, value in run.items() if name != "results"}
+            rows.append(row | {"run_id": str(len(rows)), "embeddings": status.embeddings_id(run["data_path"])})
+        for change in ({}, {"data_path": "else.pt"}, {"embeddings": "8x6-other"}):
+            write_rows(folder / "x.csv", [row | change for row in rows])
+            is_content = bool(rows[0]["embeddings"])
+            other = "embeddings" if is_content else "data_path"
+            expected_number = len(rows) * (other not in change)
+            assert Status(folder / "x.csv", folder / "logs").progress(command).done == expected_number, study.name
+    assert opened == [path] * is_there
 
 
 def command_of(row: dict[str, str]) -> str:
@@ -212,7 +254,8 @@ def test_a_pass_of_several_losses_counts_its_seconds_once(folder):
     flags = (
         f"--lr {seeds[0]['lr']} --weight_decay {seeds[0]['weight_decay']} --n_epochs 22 --seeds 1 2 --eval_freq 100000"
     )
-    command = f"{runs.PYTHON} {runs.IMAGENET} {first} --also '{second}' {flags} --results x.csv -d own.pt"
+    data = f"--results x.csv -d {seeds[0]['data_path']}"
+    command = f"{runs.PYTHON} {runs.IMAGENET} {first} --also '{second}' {flags} {data}"
     write_rows(folder / "heads_more.csv", seeds)
     item = Status(folder / "heads_more.csv", folder / "logs").progress(command)
     passes = [max(status.seconds_of(row) for row in seeds if row["seed"] == seed) for seed in ("1", "2")]
