@@ -29,6 +29,8 @@ from data.embeddings import Embeddings, load_embeddings, split_rows
 from data.label_noise import human_labels, noisy_labels
 from data.torch_file import load_torch_file
 from experiments.common import door, flags
+from experiments.common.files import check_replaceable
+from experiments.common.rows import locked
 from experiments.common.torch_files import save_torch_file
 
 OF_NOISE = ("among", "draw", "noisy_valid", "num_valid")  # flags of wrong labels
@@ -243,11 +245,21 @@ def check_centers(data: Embeddings) -> None:
 
 
 def write(args: argparse.Namespace, replaces: bool) -> None:
-    """Write the file and what lies beside it. replaces: whether a file of other wrong labels gives way.
+    """Write the file and what lies beside it, while no other call does. replaces: whether other wrong labels give way.
 
     Raises:
         ValueError: flags do not fit the file, or a file is there, which it does not replace.
+        OSError: there is no such folder, or the disk is full.
     """
+    check_replaceable(args.output)
+    with locked(args.output):
+        if replaces and is_written(args):  # by a call that held the lock
+            return
+        write_files(args, replaces)
+
+
+def write_files(args: argparse.Namespace, replaces: bool) -> None:
+    """Write what is not there yet. Raises ValueError for what is there and is not replaced."""
     data = load_embeddings(args.data)
     check(args, data)
     content = content_of(data)

@@ -353,7 +353,7 @@ def test_a_study_writes_its_labels_again_and_replaces_no_file_of_the_user(right,
         shutil.copy(tmp_path / f"{name}.pt", place)
         with pytest.raises(ValueError, match=rf"{re.escape(str(place))} .*: delete or rename it"):
             study.write_labels(labels, output, args)
-        assert sorted(tmp_path.glob("blocks*")) == [place]
+        assert sorted(tmp_path.glob("blocks*.pt")) == [place]
         assert place.read_bytes() == (tmp_path / f"{name}.pt").read_bytes()
         place.unlink()
     torch.save(content | {"train_embeddings": content["train_embeddings"] + 1}, tmp_path / "other.pt")

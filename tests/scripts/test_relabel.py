@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from data.embeddings import load_embeddings
 from data.points import points_of_embeddings
@@ -52,6 +53,11 @@ def right(named):
     del content["imagenet_clean_embeddings"], content["imagenet_clean_labels"]
     torch.save(content, path)
     return path
+
+
+def outputs_of(path):
+    """What a call wrote beside a file, without its lock."""
+    return sorted(file for file in path.parent.iterdir() if file not in (path, path.with_name("new.pt.lock")))
 
 
 def call_for(path, flags):
@@ -106,7 +112,7 @@ OTHER_FLAGS = {
 def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(flags, right, capsys):
     words = call_for(right, flags)
     assert relabel.main(words) == 0
-    outputs = sorted(set(right.parent.iterdir()) - {right})
+    outputs = outputs_of(right)
     assert set(capsys.readouterr().out.split()) == {"wrote", *map(str, outputs)}
     before = [file.read_bytes() for file in outputs]
     assert relabel.main(words) == 0
@@ -121,7 +127,7 @@ def test_no_file_that_is_there_is_replaced_and_a_second_call_changes_nothing(fla
 def test_a_file_of_the_user_is_not_replaced_and_nothing_is_written_beside_it(flags, right):
     words = call_for(right, flags)
     assert relabel.main(words) == 0
-    outputs = sorted(set(right.parent.iterdir()) - {right})
+    outputs = outputs_of(right)
     for file in outputs:
         for each in outputs:
             each.unlink(missing_ok=True)
@@ -130,6 +136,42 @@ def test_a_file_of_the_user_is_not_replaced_and_nothing_is_written_beside_it(fla
             relabel.main(words)
         assert [each.name for each in outputs if each.exists()] == [file.name]
         assert file.read_text() == "of the user"
+
+
+@pytest.mark.parametrize("flags", OTHER_FLAGS)
+def test_no_other_call_writes_from_the_check_to_the_last_file(flags, right, monkeypatch):
+    """Else the embeddings of one call may lie beside the matrices of another."""
+    held = []
+
+    def while_locked(function):
+        def call(*words):
+            with pytest.raises(Timeout):
+                FileLock(f"{right.with_name('new.pt')}.lock").acquire(timeout=0)
+            held.append(function.__name__)
+            return function(*words)
+
+        return call
+
+    for function in (relabel.has_wrong_labels, relabel.check_same, relabel.save_torch_file):
+        monkeypatch.setattr(relabel, function.__name__, while_locked(function))
+    words = call_for(right, flags)
+    assert relabel.main(words) == 0
+    written = len(held)
+    assert held == ["save_torch_file"] * written
+    assert relabel.main(words) == 0
+    assert held[written:] == ["check_same"] * written
+    other = relabel.parse_arguments(call_for(right, "--label_noise 0.3"))
+    if "--label_noise" in flags:
+        relabel.write(other, replaces=True)
+        assert held[2 * written :] == ["has_wrong_labels", *["save_torch_file"] * written]
+        relabel.write(other, replaces=True)  # as where another call had just written it
+        assert len(held) == 3 * written + 1
+
+
+def test_an_output_in_no_folder_is_refused_and_none_is_made(right):
+    with pytest.raises(OSError, match="there is no folder"):
+        relabel.main([str(right), "--label_noise", "0.2", "--output", str(right.parent / "none" / "new.pt")])
+    assert not (right.parent / "none").exists()
 
 
 @pytest.mark.parametrize("more", ["--noisy_valid", "--num_valid 50"])
