@@ -370,6 +370,8 @@ def command_of(row: Mapping[str, str]) -> str:
         if setting.name == "lr" and row.get("nloglr"):  # from which it follows
             continue
         words.append(setting.flag)
-        if cell != "true":
-            words += [shlex.quote(word) for word in cell.split(" ")]
+        if setting.kind in (settings.floats, settings.integers):
+            words += cell.split()
+        elif cell != "true":
+            words.append(shlex.quote(cell))
     return " ".join(words)

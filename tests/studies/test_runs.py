@@ -220,3 +220,22 @@ def test_a_row_with_an_optional_setting_is_not_the_run_without_it():
     assert [(row["label_smoothing"], row["weight_decay"]) for row in found] == [("", "")]
     smoothed = [rows[number] for number in index.find(run | {"label_smoothing": 0.1})]
     assert [row["label_smoothing"] for row in smoothed] == ["0.1"]
+
+
+PATHS = ("my data/heads.pt", "a 'b'/ü.pt", "two  spaces.pt", "$HOME;x.pt")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["data_path", "noisy_labels", "noise_matrix", "dataset", "model"])
+def test_the_command_that_repeats_a_row_has_its_texts_and_lists_as_they_are(name, path):
+    """One word for a path, whatever its characters; a word for each number of a list."""
+    lists = {"p_k": "0.5 0 0 0 0.5", "hidden_dims": "32 16"}
+    row = {"method": "neuralsort", "order_seed": "0", "seed": "0", **lists, name: path}
+    if name in ("dataset", "model"):
+        row |= {"k": "9", "order_seed": ""}
+    words = shlex.split(command_of(row))
+    assert words[words.index(BY_NAME[name].flag) + 1] == path
+    parsed = parse_flags(command_of(row))
+    assert str(parsed[name]) == path
+    assert parsed["hidden_dims"] == [32, 16]
+    assert settings.cell(parsed.get("p_k", [0.5, 0, 0, 0, 0.5])) == lists["p_k"]
