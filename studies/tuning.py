@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from experiments.common.columns import about_repeats
+from experiments.common.paths import ROOT
 from experiments.common.rows import Row, read_rows
 from experiments.common.settings import CROSS_ENTROPY
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
@@ -95,13 +96,13 @@ class Known:
     """The rows of trials that have run.
 
     Args:
-        path: results file.
+        path: results file; a relative one is within this repository, from whatever directory a script is called.
         flags: what the commands of all trials have, such as --num_valid 5000.
         embeddings: name of the embeddings by content; rows of others are no trials. All rows count without it.
     """
 
     def __init__(self, path: Path, flags: str = "", embeddings: str = "") -> None:
-        rows = read_rows(path)
+        rows = read_rows(ROOT / path)
         if embeddings:
             rows = [row for row in rows if row.get("embeddings", "") == embeddings]
         self.path = path

@@ -10,7 +10,7 @@ import torch
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from experiments.finetune_imagenet import parse_arguments
-from studies import few_labels, from_scratch, heads, noise, tiny_imagenet
+from studies import few_labels, from_scratch, heads, noise, tiny_imagenet, tuning
 from studies.catalog import DESIGNS, LISTED, STUDIES, study_of
 from studies.runs import RunIndex, expected_runs, parse_flags
 from studies.tuning import (
@@ -343,6 +343,20 @@ def test_every_study_with_trials_is_among_these():
     listed = {study.name for study in LISTED}
     plain = {"knn", "temperature", "temperature_classes", "temperature_training"}
     assert set(STUDIES) - listed - plain == families
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_trials_are_read_from_the_repository_whatever_the_working_directory(name, tmp_path, monkeypatch):
+    """As the rows of a status are: scripts/study.py may be called from another directory."""
+    study = study_of(name, REPOSITORY)
+    row = read_rows(REPOSITORY / "heads_trials.csv")[0]
+    for folder in ("root", "elsewhere"):
+        path = tmp_path / folder / study.trials_file
+        path.parent.mkdir(parents=True)
+        write_rows(path, [row | {"run_id": folder}])
+    monkeypatch.setattr(tuning, "ROOT", tmp_path / "root")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [row["run_id"] for row in study.known().rows] == ["root"]
 
 
 @pytest.mark.parametrize("name", TUNED)
