@@ -193,6 +193,8 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
             raise ValueError(f"{flag}: {args.data_path} has {len(rows['valid'])} rows that validate")
     if "valid" not in rows:
         num_valid = args.num_valid or published_num_valid(len(train), protocol)
+        if num_valid >= len(train):
+            raise ValueError(f"--num_valid {num_valid} leaves none of the {len(train)} rows to train: give fewer")
         learn, valid = split_rows(len(train), num_valid, args.split_seed)
         rows["train"] = train[learn]
         rows["valid"] = train[valid]

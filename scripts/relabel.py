@@ -224,6 +224,9 @@ def check(args: argparse.Namespace, data: Embeddings) -> None:
         return
     if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
         raise ValueError(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
+    rows = len(data["train"].labels)
+    if "valid" not in data.splits and args.num_valid >= rows:
+        raise ValueError(f"--num_valid {args.num_valid} leaves none of the {rows} rows to train: give fewer")
     labels = data.info.get("labels", "right")
     if labels != "right" or "clean" in data.splits:
         raise ValueError(f"{args.data} has wrong labels already ({labels}): give the file with right ones")

@@ -229,7 +229,12 @@ REFUSED = [
     (train_cifar100, "--dataset digits --method sinkhorn_sort --inverse_temperature 1:2:3", "--inverse_temperature"),
     (finetune_imagenet, f"-d EMBEDDINGS --batch_size 500 {NEITHER}", "500 exceeds the .* training rows"),
     (finetune_imagenet, f"-d EMBEDDINGS --limit_train 500 {NEITHER}", "500 exceeds the 130 training rows"),
-    (finetune_imagenet, f"-d EMBEDDINGS --num_valid 130 {NEITHER}", "must leave 1 to train"),
+    (finetune_imagenet, f"-d EMBEDDINGS --num_valid 130 {NEITHER}", "--num_valid 130 leaves none of the 130 rows to train: give fewer"),
+    (
+        finetune_imagenet,
+        f"-d EMBEDDINGS --num_valid 5000 --limit_train 50 {NEITHER}",
+        "--num_valid 5000 leaves none of the 50 rows to train: give fewer",
+    ),
     (finetune_imagenet, f"-d /nowhere/e.pt {NEITHER}", "there is no file /nowhere/e.pt"),
     (finetune_imagenet, f"-d EMBEDDINGS --sha256 00 {NEITHER}", "has the SHA-256"),
     (finetune_imagenet, f'-d EMBEDDINGS {NEITHER} --also "--method softsort --n_epochs 3"', "unrecognized arguments"),

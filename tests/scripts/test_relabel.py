@@ -244,6 +244,17 @@ def test_runs_with_the_split_of_the_file_and_files_that_do_not_say_so_are_as_the
     assert call(finetune_imagenet, path, f"{HEADS} --split_seed 1") == 0
 
 
+@pytest.mark.parametrize("flags", ["", "--num_valid 130", "--noisy_valid"])
+def test_a_validation_split_of_all_rows_is_refused_by_its_flag(flags, tmp_path):
+    """5000 without the flag."""
+    path = scripts.embeddings(tmp_path / "right.pt")
+    number = flags.partition("--num_valid ")[2] or "5000"
+    words = f"{path} --label_noise 1 --among 8 {flags} --output {tmp_path / 'new.pt'}"
+    with pytest.raises(ValueError, match=f"--num_valid {number} leaves none of the 130 rows to train: give fewer"):
+        relabel.main(words.split())
+    assert not (tmp_path / "new.pt").exists()
+
+
 @pytest.mark.parametrize("flag", ["--among 5", "--draw 0", "--noisy_valid", "--num_valid 5000"])
 def test_flags_of_wrong_labels_are_refused_where_none_is_made(flag, named, capsys):
     path, content = named
