@@ -103,7 +103,8 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
         action="append",
         default=[],
         metavar='"FLAGS"',
-        help="flags of another loss, trained in the same pass over the data; repeatable",
+        help="flags of another loss, trained in the same pass; --lr and --weight_decay are the first one's unless "
+        "given; repeatable",
     )
     args = parser.parse_args(argv)
     args.also = [parse_also(text, args) for text in args.also]
@@ -316,7 +317,9 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
     classifiers: dict[str, Classifier] = {}
     for config in configs:
         run = Run(HEADS, READABLE, config, processes, clock="step")
-        if run.name not in classifiers and run.start():
+        if run.name in classifiers:
+            processes.print(f"repeated: an --also has the settings of another loss, and {run.name} trains once")
+        elif run.start():
             classifiers[run.name] = build_classifier(config, run, source)
 
     # Those at the same step share the batches; those that lag behind go first.

@@ -229,7 +229,11 @@ REFUSED = [
     (train_cifar100, "--dataset digits --method sinkhorn_sort --inverse_temperature 1:2:3", "--inverse_temperature"),
     (finetune_imagenet, f"-d EMBEDDINGS --batch_size 500 {NEITHER}", "500 exceeds the .* training rows"),
     (finetune_imagenet, f"-d EMBEDDINGS --limit_train 500 {NEITHER}", "500 exceeds the 130 training rows"),
-    (finetune_imagenet, f"-d EMBEDDINGS --num_valid 130 {NEITHER}", "--num_valid 130 leaves none of the 130 rows to train: give fewer"),
+    (
+        finetune_imagenet,
+        f"-d EMBEDDINGS --num_valid 130 {NEITHER}",
+        "--num_valid 130 leaves none of the 130 rows to train: give fewer",
+    ),
     (
         finetune_imagenet,
         f"-d EMBEDDINGS --num_valid 5000 --limit_train 50 {NEITHER}",
@@ -378,3 +382,31 @@ def test_an_arm_names_the_commit_of_its_pretraining(run, tmp_path):
     save_torch_file(path, saved)
     *_, arm = run(train_beam_search, flags=f"{base} --arm soft_beam --method softsort")
     assert arm["git_commit"] == "+".join(filter(None, ["1234-dirty", control["git_commit"]]))
+
+
+def printed_by(store, capsys, *losses):
+    """The lines of a pass of cross-entropy and other losses over small embeddings."""
+    words = f"-d {store} --batch_size 25 --n_epochs 1 --num_valid 20 --eval_freq 0 --device cpu --threads 1".split()
+    for loss in losses:
+        words += ["--also", loss]
+    results = store.with_name("printed.csv")
+    assert finetune_imagenet.main([*words, "--method", "softmax_cross_entropy", "--results", str(results)]) == 0
+    return capsys.readouterr().out.splitlines(), read_rows(results)
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [
+        (["--method softmax_cross_entropy"], 1),
+        (["--method ldr_kl", "--method ldr_kl"], 2),
+        (["--method ldr_kl --lr .1", "--method ldr_kl --nloglr 1", "--method ldr_kl --lr 0.10"], 2),
+        (["--method ldr_kl", "--method softsort"], 3),
+    ],
+)
+def test_a_loss_that_an_also_repeats_is_named_and_trains_once(losses, count, tmp_path, capsys):
+    lines, rows = printed_by(scripts.embeddings(tmp_path / "e.pt"), capsys, *losses)
+    repeated = [line for line in lines if line.startswith("repeated: an --also has the settings of another loss, and ")]
+    assert len(rows) == count
+    assert len(repeated) == 1 + len(losses) - count
+    names = {row["run_id"] for row in rows}
+    assert all(line.removesuffix(" trains once").split()[-1] in names for line in repeated)
