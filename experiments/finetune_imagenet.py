@@ -50,7 +50,7 @@ from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.objective import Objective, build_loss, check_finite, fill_in_loss
 from experiments.common.processes import Processes
 from experiments.common.run import Run
-from experiments.common.settings import HEADS
+from experiments.common.settings import HEADS, LOSS, TRAINING, cell, with_role
 from models.heads import Head, head
 
 
@@ -290,12 +290,14 @@ class Pass:
 
     Attributes:
         config: settings of one of them, of which those of the batches and the schedule are read.
+        titles: what log lines call each classifier, by the name of its run.
         failures: a sentence for each classifier that diverged.
     """
 
     config: dict[str, Any]
     source: Source
     processes: Processes
+    titles: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -317,6 +319,7 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
     classifiers: dict[str, Classifier] = {}
     for config in configs:
         run = Run(HEADS, READABLE, config, processes, clock="step")
+        shared.titles[run.name] = title_of(config, configs)
         if run.name in classifiers:
             processes.print(f"repeated: an --also has the settings of another loss, and {run.name} trains once")
         elif run.start():
@@ -339,6 +342,17 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
     for classifier in training:
         classifier.run.record(columns)
     return shared.failures
+
+
+def title_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:
+    """The method of a classifier, with the settings in which others of the method differ in its pass."""
+    words = [config["method"]]
+    for setting in with_role(LOSS, TRAINING):
+        value = config.get(setting.name)
+        others = [other.get(setting.name) for other in configs if other["method"] == config["method"]]
+        if setting.flag and value is not None and any(other != value for other in others):
+            words.append(f"{setting.name} {cell(value)}")
+    return " ".join(words)
 
 
 def build_classifier(config: dict[str, Any], run: Run, source: Source) -> Classifier:
@@ -509,7 +523,7 @@ def save(classifier: Classifier, entry: dict[str, Any], shared: Pass) -> None:
     entry |= classifier.objective.temperature()
     message = ""
     if entry["step"] == epoch * shared.steps_per_epoch:
-        message = f"{classifier.config['method']} epoch {epoch}/{shared.config['n_epochs']}"
+        message = f"{shared.titles[classifier.run.name]} epoch {epoch}/{shared.config['n_epochs']}"
     classifier.run.save(entry, last=entry["step"] == shared.last_step, message=message)
 
 

@@ -410,3 +410,25 @@ def test_a_loss_that_an_also_repeats_is_named_and_trains_once(losses, count, tmp
     assert len(repeated) == 1 + len(losses) - count
     names = {row["run_id"] for row in rows}
     assert all(line.removesuffix(" trains once").split()[-1] in names for line in repeated)
+
+
+def test_log_lines_of_one_method_have_the_settings_in_which_they_differ(tmp_path, capsys):
+    losses = [
+        "--method generalized_cross_entropy --q 0.3",
+        "--method generalized_cross_entropy --q 0.7 --lr 0.25",
+        "--method softsort --p_k .2 .8",
+        "--method softsort --p_k .5 .5 --inverse_temperature 2",
+        "--method lapsum",
+    ]
+    lines, _ = printed_by(scripts.embeddings(tmp_path / "e.pt"), capsys, *losses)
+    shown = [line.partition(" epoch 1/1 ")[0] for line in lines if " epoch 1/1 " in line]
+    rate = shown[1].rpartition(" lr ")[2]
+    assert float(rate) != 0.25
+    assert shown == [
+        "softmax_cross_entropy",
+        f"generalized_cross_entropy q 0.3 lr {rate}",
+        "generalized_cross_entropy q 0.7 lr 0.25",
+        "softsort p_k 0.2 0.8 inverse_temperature 0.5",
+        "softsort p_k 0.5 0.5 inverse_temperature 2.0",
+        "lapsum",
+    ]
