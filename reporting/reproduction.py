@@ -320,6 +320,14 @@ def rule_of_selection(path: Path) -> str:
     return study.rule_of(known).text
 
 
+def limit_of(path: Path) -> str:
+    """What the runs of a study's file are not, as a sentence; "" of other files."""
+    study = study_of(name_of(path), REPOSITORY)
+    if not isinstance(study, Study):
+        return ""
+    return study.limit
+
+
 class Chosen(NamedTuple):
     """What validation chose of a candidate, and the final runs of it. lacking: why nothing is chosen."""
 

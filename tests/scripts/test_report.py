@@ -21,6 +21,7 @@ from reporting.compare import paired
 from reporting.frames import read_runs, read_text
 from reporting.markdown import HEADINGS
 from scripts import report
+from studies.catalog import LISTED
 from tests.scripts.trained import EVEN, changed, rows_of
 
 RESULTS = REPOSITORY
@@ -658,6 +659,15 @@ def test_of_runs_that_differ_in_an_unknown_column_a_condition_keeps_one(made, tw
 def test_epochs_without_cross_entropy_have_a_table():
     """The pages have the tables of every other kind of file."""
     assert report.main([str(RESULTS / "implementation_epochs.csv")]) == 0
+
+
+@pytest.mark.parametrize("study", [study for study in LISTED if getattr(study, "limit", "")], ids=lambda it: it.name)
+def test_paired_differences_have_the_limit_of_their_study(study, capsys):
+    (file,) = study.files
+    path = RESULTS / file.removeprefix("results/")
+    for options in ([], ["--commands"]):
+        assert report.main([str(path), "--paired", "softmax_cross_entropy", *options]) == 0
+        assert study.limit in " ".join(capsys.readouterr().out.split())
 
 
 def test_own_columns_are_kept(write, two_seeds):
