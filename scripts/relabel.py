@@ -189,7 +189,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--among", type=flags.positive_int, default=5, help="consecutive class ids to draw from (default: 5)"
     )
-    parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
+    parser.add_argument("--draw", type=flags.seed, default=0, help="random seed of the noise (default: 0)")
     parser.add_argument("--noisy_valid", action="store_true", help="give the rows that validate wrong labels, too")
     parser.add_argument(
         "--num_valid",

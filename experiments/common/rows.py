@@ -36,6 +36,8 @@ def read_rows(path: Path) -> list[Row]:
     for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} of {path} does not fit its header: repair or delete that line")
+        if row["run_id"] == "":
+            raise ValueError(f"line {number} of {path} has no run_id: repair or delete that line")
         check_cells(row, f"line {number} of {path}")
     return rows
 

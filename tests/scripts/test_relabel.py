@@ -244,6 +244,13 @@ def test_runs_with_the_split_of_the_file_and_files_that_do_not_say_so_are_as_the
     assert call(finetune_imagenet, path, f"{HEADS} --split_seed 1") == 0
 
 
+@pytest.mark.parametrize("draw", ["-1", "1.5", "x"])
+def test_a_draw_is_a_seed_as_others_are(draw, right, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        relabel.main([str(right), "--label_noise", "0.2", f"--draw={draw}", "--output", str(right.with_name("new.pt"))])
+    assert "--draw" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("flags", ["", "--num_valid 130", "--noisy_valid"])
 def test_a_validation_split_of_all_rows_is_refused_by_its_flag(flags, tmp_path):
     """5000 without the flag."""

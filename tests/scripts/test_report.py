@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from experiments.common import door
 from experiments.common import settings as registry
 from experiments.common.paths import PAPER, REPOSITORY
+from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import OWN_SETTINGS
 from reporting import reproduction
 from reporting.compare import paired
@@ -659,6 +660,24 @@ def test_of_runs_that_differ_in_an_unknown_column_a_condition_keeps_one(made, tw
 def test_epochs_without_cross_entropy_have_a_table():
     """The pages have the tables of every other kind of file."""
     assert report.main([str(RESULTS / "implementation_epochs.csv")]) == 0
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_line_without_a_run_id_is_refused_by_its_number(trained, tmp_path, name, place):
+    """As a spreadsheet leaves below the last row: commas only; or a row whose name was deleted."""
+    for cells in ({}, rows_of(trained / f"{name}.csv")[0] | {"run_id": ""}):
+        rows = rows_of(trained / f"{name}.csv")
+        position = place % (len(rows) + 1)
+        rows.insert(position, cells)
+        write_rows(tmp_path / "r.csv", [dict.fromkeys(rows[-2], "") | row for row in rows])
+        before = (tmp_path / "r.csv").read_bytes()
+        match = f"line {position + 2} of .*r.csv has no run_id: repair or delete that line"
+        with pytest.raises(ValueError, match=match):
+            read_runs(tmp_path / "r.csv")
+        with pytest.raises(ValueError, match=match):  # as a run that adds its row does
+            read_rows(tmp_path / "r.csv")
+        assert (tmp_path / "r.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize("study", [study for study in LISTED if getattr(study, "limit", "")], ids=lambda it: it.name)
