@@ -18,6 +18,7 @@ if [ "${1:-}" = --task ]; then  # a task of the array; whether an array's variab
   exit "$status"
 fi
 [[ ${1:-} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || { echo "error: name the sweep first, as in slurm.sh table1" >&2; exit 2; }
+command -v sbatch > /dev/null || { echo "error: there is no sbatch here: call this where Slurm is, or scripts/launch.py without it" >&2; exit 2; }
 CDPATH= cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 logs=$PWD/results/logs/$1 && mkdir -p "$logs" && commands=$(mktemp -p "$logs")
 tr -d '\r' | grep -v '^[[:space:]]*\(#\|$\)' > "$commands" || { echo "error: there is no command line on standard input" >&2; exit 2; }

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -414,3 +415,18 @@ def test_a_run_at_its_time_limit_is_queued_again(slurm, patient, tmp_path):
     assert (tmp_path / "slurm" / "scontrol.txt").read_text() == "requeue 7\n"
     for pid in pids:  # as Slurm does
         os.kill(pid, signal.SIGKILL)
+
+
+def test_without_slurm_there_is_a_sentence_and_no_file(tmp_path):
+    """The machine of the tests may have Slurm: its PATH has the programs that slurm.sh needs, and no sbatch."""
+    program(tmp_path / "scripts" / "slurm.sh", SLURM.read_text())
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "env", "dirname", "readlink", "mkdir", "mktemp", "tr", "grep", "wc"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    words = [tmp_path / "scripts" / "slurm.sh", "a-test", "--partition", "gpu"]
+    done = subprocess.run(words, input="true\n", env={"PATH": str(tmp_path / "bin")}, text=True, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: there is no sbatch here: call this where Slurm is, or scripts/launch.py without it\n"
+    )
+    assert not (tmp_path / "results").exists()
