@@ -112,7 +112,7 @@ def reached_by(line: pd.DataFrame, setting: dict[str, str], published: pd.DataFr
         for epoch in sorted(shown):
             row = {**setting, "seed": markdown.number(run["seed"].iloc[0]), "epochs": str(epoch)}
             for name, heading in HEADINGS.items():
-                row[heading] = f"{run.loc[epoch, name]:.2f}"
+                row[heading] = markdown.fixed(run.loc[epoch, name])
             if epoch == 200:
                 for metric, label in METRICS.items():
                     end = markdown.fixed(published.loc[run_id, metric])

@@ -186,3 +186,18 @@ def test_a_repetition_of_as_many_epochs_takes_the_place_of_the_former_run_and_sa
     assert messages[0].startswith("note: a has other epochs in ")
     found = {row["run_id"]: row["test_top1"] for row in rows_of(tmp_path / "table1_epochs.csv")}
     assert found == {"a": "0.75", "b": "0.5"}
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_a_mean_of_more_epochs_than_there_are_is_an_empty_cell(count, write_run, tmp_path, capsys):
+    """The other columns, at the best validation epoch so far, have their values."""
+    for run_id, method in (("a", SOFTMAX), ("b", "splitter_selection")):
+        write_run(run_id, count, flags=TABLE1, method=method)
+    assert epochs.main([str(tmp_path / "table1.csv")]) == 0
+    capsys.readouterr()
+    assert report.main([str(tmp_path / "table1_epochs.csv")]) == 0
+    text = capsys.readouterr().out
+    assert "nan" not in text
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines() if line[:3] == "| s"]
+    means = ["50.00"] * 2 if count >= 5 else [""] * 2
+    assert [row[3:7] for row in rows[:2]] == [[*means, "50.00", "50.00"]] * 2
