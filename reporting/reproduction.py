@@ -303,7 +303,7 @@ def table_with_commands(table: Table, path: Path) -> str:
         study = None
     commands = commands_of(table, study)
     shown = [command_of_line(line, commands) for line in table.lines]
-    return f"{below_each_line(markdown.table(tables.cells(table)), shown)}\n\n{table.source}\n"
+    return f"{table.caption}\n\n{below_each_line(markdown.table(tables.cells(table)), shown)}\n\n{table.source}\n"
 
 
 # Studies with trials and finals.

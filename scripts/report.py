@@ -150,7 +150,7 @@ def report(args: argparse.Namespace) -> Report:
     if kind is PAIRED:
         table = tables.gains(path.stem, runs, args.paired)
         table.caption = f"{table.caption} {reproduction.rule_of_selection(path)}".strip()
-        table.source = f"{table.source} {reproduction.limit_of(path)}".strip()
+        table.caption = f"{table.caption} {reproduction.limit_of(path)}".strip()
     else:
         name = args.table or tables.published_table(path.stem, runs)
         table = tables.beside_published(path.stem, runs, table=name.replace("none", ""))

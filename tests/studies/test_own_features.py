@@ -13,7 +13,7 @@ from experiments import finetune_imagenet
 from experiments.common.rows import read_rows, write_rows
 from reporting import reproduction
 from scripts import study as script
-from studies import own_features
+from studies import own_features, tuning
 from studies.catalog import study_of
 from studies.own_features import Size
 from studies.runs import expected_runs, parse_flags
@@ -122,6 +122,7 @@ def made_row(run: dict, number: int, seed: random.Random) -> dict[str, object]:
 def finished(tmp_path, monkeypatch) -> Path:
     """The finals of a study of three losses whose runs all have rows."""
     monkeypatch.setattr(reproduction, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tuning, "ROOT", tmp_path)
     data = embeddings(tmp_path / "own.pt")
     monkeypatch.chdir(tmp_path)
     losses = ("cross_entropy", "label_smoothing", "splitter_selection")
