@@ -222,7 +222,7 @@ def script_of(row: Mapping[str, str]) -> str:
     """The script that made a row, by the cells that only its rows have; a file may have rows of several scripts."""
     if row.get("arm"):
         return BEAM
-    if row.get("k"):
+    if row.get("k") or row.get("prediction"):
         return KNN
     if row.get("order_seed"):
         return HEADS

@@ -639,7 +639,8 @@ def test_runs_without_a_test_split_stand_beside_others_without_a_verdict_on_it(t
     write(*rows, name="repository/mine.csv")
     monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
     monkeypatch.setattr(reproduction, "REPOSITORY", tmp_path / "repository")
-    text = reproduction.report(write(*rows, name="mine.csv"))
+    again = [row | {"started_utc": f"{row['started_utc']}, again"} for row in rows]
+    text = reproduction.report(write(*again, name="mine.csv"))
     verdicts = [line["top-1 verdict"] for line in cells(text, "")]
     assert sorted(verdict.split(" (")[0] for verdict in verdicts) == [""] * 6 + ["agrees"] * 6
     assert "()" not in text

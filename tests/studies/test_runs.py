@@ -15,7 +15,7 @@ from experiments.common.rows import read_rows
 from experiments.common.settings import BY_FLAG, BY_NAME, Setting
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from studies import runs
+from studies import own_features, runs
 from studies.catalog import DESIGNS, LISTED, STUDIES
 from studies.runs import PROTOCOLS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
 from topk_losses import METHODS, RELAXATIONS
@@ -46,6 +46,8 @@ def commands_of(name: str) -> list[str]:
     """The commands of a study that are known before any has run."""
     entry = STUDIES[name]
     words = [DATA[word] for word in entry.data]
+    if name == own_features.NAME:
+        words.append(own_features.Size(num_train=800, num_valid=200, num_classes=10))
     if name in DESIGNS:
         words = [next(iter(DESIGNS[name].kinds))]
     study = entry.make(*words)

@@ -24,6 +24,7 @@ from experiments.common.settings import (
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import study as script
+from studies import own_features
 from studies.catalog import DESIGNS, STUDIES
 from studies.runs import Study
 from studies.tuning import Tuned
@@ -199,6 +200,8 @@ def study_made(name: str) -> Study | Tuned | None:
         return STUDIES[name].make(next(iter(DESIGNS[name].kinds)))
     if name.endswith("_more"):
         return None
+    if name == own_features.NAME:
+        return own_features.own_features("a.pt", own_features.Size(num_train=800, num_valid=200, num_classes=10))
     data = ["a.pt"] * len(STUDIES[name].data)
     if name == "knn":
         data = ["digits"]

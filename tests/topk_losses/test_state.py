@@ -446,8 +446,6 @@ def test_auto_is_saved_moved_and_copied_with_its_loss(method):
     for seeded in (loss, fixed):
         seeded.generator = torch.Generator().manual_seed(0)
     torch.testing.assert_close(loss(logits / 9, labels), fixed(logits / 9, labels), rtol=1e-5, atol=1e-6)
-    with pytest.raises(TypeError, match="cannot assign"):
-        loss.inverse_temperature = 0.3
     assert make_loss("sinkhorn_sort", 5, inverse_temperature="auto").inverse_temperature == 100.0
 
 
