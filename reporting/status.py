@@ -2,6 +2,7 @@
 
 A run is found by its settings in results/*.csv and in runs/RUN_ID/config.json. It does not matter who started it: the
 launcher, a cluster, or a command that was typed. The time left is the repository's seconds times this machine's pace.
+Of a study that the repository does not have it is by the runs that are done.
 """
 
 import fcntl
@@ -226,15 +227,16 @@ class Status:
         self.begun = RunIndex([folder.cells for folder in self.folders])
         self.logs = read_logs(logs)
         self.device = ""
-        self.reference = RunIndex(self.of_one_machine(read_rows(repository_file(results))))
+        measured = read_rows(repository_file(results)) or self.rows.rows
+        self.reference = RunIndex(self.of_one_machine(measured))
 
     def of_one_machine(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of the machine that has most of them, so that their seconds can be compared."""
         if not rows:
             return []
-        devices = [row["device_name"] for row in rows]
+        devices = [row.get("device_name", "") for row in rows]
         self.device = max(devices, key=devices.count)
-        return [row for row in rows if row["device_name"] == self.device]
+        return [row for row in rows if row.get("device_name", "") == self.device]
 
     def measured_rows(self, run: dict[str, Any]) -> list[Row]:
         """The repository's rows with the run's settings, of any seed."""
@@ -313,7 +315,7 @@ def time_left(items: Sequence[Progress], device: str) -> str:
     seconds = sum(item.seconds for item in items)
     jobs = max(sum(item.state.startswith("running") for item in items), 1)
     if expected == 0:
-        return "the repository has no rows of this study, so the time left is not known"
+        return "the repository has no rows of this study: the time left is known when a run is done"
     if expected_done == 0:
         whole = f"on {device} all would take about {duration(expected)}, one at a time"
         return f"the time left is known when a run is done; {whole} ({measured_runs(items)})"

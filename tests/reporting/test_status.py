@@ -208,6 +208,19 @@ def test_a_run_that_is_twice_as_long_takes_twice_the_seconds(folder):
     assert 0 < 2 * as_recorded == pytest.approx(twice)
 
 
+def test_the_time_left_of_a_study_that_the_repository_lacks_is_by_the_runs_that_are_done(folder):
+    """One of two runs, which took 100 seconds, with twice as many epochs."""
+    command = command_of(ROWS[3])
+    row = ROWS[3] | {"train_seconds": "90", "eval_seconds": "10", "n_epochs": "32"}
+    write_rows(folder / "mine.csv", [row])
+    done = f"{command.replace('--n_epochs 16', '--n_epochs 32')}"
+    found = Status(folder / "mine.csv", folder / "logs")
+    items = [found.progress(done), found.progress(f"{command} --lr .5")]
+    assert [item.state for item in items] == ["done", "waiting"]
+    assert items[1].expected == pytest.approx(50)
+    assert time_left(items, found.device) == f"about 1 min left, 1 at a time, at 1 times the seconds of {found.device}"
+
+
 def time_of_all(folder, name: str, commands: list[str]) -> str:
     """What the last line says of the time of all runs, before one is done."""
     found = Status(folder / f"{name}.csv", folder / "logs")
@@ -222,7 +235,7 @@ def test_the_time_of_all_says_how_many_runs_were_measured(folder, study):
     rows = read_rows(REPOSITORY / f"{stem}.csv")
     text = time_of_all(folder, stem, study.commands())
     if not rows:
-        assert text == "the repository has no rows of this study, so the time left is not known"
+        assert text == "the repository has no rows of this study: the time left is known when a run is done"
         return
     devices = [row["device_name"] for row in rows]
     device = max(set(devices), key=devices.count)
