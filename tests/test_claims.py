@@ -581,7 +581,7 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     top5 = sorted(cell[1:5] for cell in drawn if cell.endswith("(loss)"))
     sets = f"{IN_WORDS[len(gains)]} of these {IN_WORDS[len(kept)]} sets"
     (loss,) = [row["Δ top-1"][1:5] for row in kept if row["Δ top-1"].endswith("(loss)")]
-    assert f"gains {gains[0]} to {gains[-1]} of top-1 in {sets}, and loses {loss} in the other" in text
+    assert f"gains {gains[0]} to {gains[-1]} of top-1 in {sets}, and loses {loss} in one" in text
     drawn_sets = f"{IN_WORDS[len(top5)]} of {IN_WORDS[len(drawn)]} drawn sets"
     assert f"In {drawn_sets} it loses {top5[0]} to {top5[-1]} of top-5" in text
     counted = [row for row in found if row["difference"].startswith("forward correction, T from")]
