@@ -345,7 +345,7 @@ def merge(parts: Path, shards: list[Shard], splits: list[str]) -> dict[str, Tens
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    processes = Processes(args.device, args.threads)
+    processes = Processes(args.device, args.threads, args.precision)
     extract(args, processes)
     processes.close()
     return 0

@@ -273,6 +273,7 @@ def check_losses(args: argparse.Namespace, protocol: Protocol, processes: Proces
 class Classifier:
     """A linear classifier, or one with hidden layers, with its loss and its optimizer, which becomes a row."""
 
+    title: str  # of its log lines
     config: dict[str, Any]
     run: Run
     model: Head
@@ -290,14 +291,12 @@ class Pass:
 
     Attributes:
         config: settings of one of them, of which those of the batches and the schedule are read.
-        titles: what log lines call each classifier, by the name of its run.
         failures: a sentence for each classifier that diverged.
     """
 
     config: dict[str, Any]
     source: Source
     processes: Processes
-    titles: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -319,11 +318,10 @@ def finetune(configs: Sequence[dict[str, Any]], source: Source, processes: Proce
     classifiers: dict[str, Classifier] = {}
     for config in configs:
         run = Run(HEADS, READABLE, config, processes, clock="step")
-        shared.titles[run.name] = title_of(config, configs)
         if run.name in classifiers:
             processes.print(f"repeated: an --also has the settings of another loss, and {run.name} trains once")
         elif run.start():
-            classifiers[run.name] = build_classifier(config, run, source)
+            classifiers[run.name] = build_classifier(title_of(config, configs), config, run, source)
 
     # Those at the same step share the batches; those that lag behind go first.
     training = list(classifiers.values())
@@ -355,7 +353,7 @@ def title_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:
     return " ".join(words)
 
 
-def build_classifier(config: dict[str, Any], run: Run, source: Source) -> Classifier:
+def build_classifier(title: str, config: dict[str, Any], run: Run, source: Source) -> Classifier:
     """Build a classifier with its loss and optimizer, where its checkpoint left them."""
     device = run.processes.device
     matrix = {}
@@ -377,7 +375,7 @@ def build_classifier(config: dict[str, Any], run: Run, source: Source) -> Classi
     network: nn.Module = model
     if config["compile"]:
         network = torch.compile(model)
-    return Classifier(config, run, model, network, objective, optimizer, run.done)
+    return Classifier(title, config, run, model, network, objective, optimizer, run.done)
 
 
 def train_epoch(group: list[Classifier], shared: Pass) -> list[Classifier]:
@@ -523,7 +521,7 @@ def save(classifier: Classifier, entry: dict[str, Any], shared: Pass) -> None:
     entry |= classifier.objective.temperature()
     message = ""
     if entry["step"] == epoch * shared.steps_per_epoch:
-        message = f"{shared.titles[classifier.run.name]} epoch {epoch}/{shared.config['n_epochs']}"
+        message = f"{classifier.title} epoch {epoch}/{shared.config['n_epochs']}"
     classifier.run.save(entry, last=entry["step"] == shared.last_step, message=message)
 
 
@@ -578,7 +576,7 @@ def sums_over(name: str, group: Sequence[Classifier], shared: Pass) -> Tensor:
 
 def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int:
     args = parse_arguments(argv, protocol)
-    processes = Processes(args.device, args.threads)
+    processes = Processes(args.device, args.threads, args.precision)
     if args.compile and processes.device.type != "cuda":
         raise ValueError("--compile: on a CPU linear classifiers are faster as they are; leave it out")
     check_losses(args, protocol, processes)

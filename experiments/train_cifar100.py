@@ -285,7 +285,7 @@ def evaluate_split(name: str, split: Split, training: Training) -> dict[str, flo
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    processes = Processes(args.device, args.threads)
+    processes = Processes(args.device, args.threads, args.precision)
     for seed in args.seed:
         train(configuration(args, seed), processes)
     processes.close()

@@ -499,7 +499,7 @@ def majority(labels: Tensor) -> Tensor:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    processes = Processes(args.device, args.threads)
+    processes = Processes(args.device, args.threads, args.precision)
     if processes.count > 1:
         raise ValueError("train_knn.py is one process: leave torchrun out")
     embeddings = None

@@ -62,7 +62,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def typed_runs(path: Path, cells: pd.DataFrame) -> pd.DataFrame:
-    """The runs of a file with typed cells, in which a table can trust.
+    """The runs of a file with typed cells, after the checks that tables need.
 
     Raises:
         ValueError: a cell is not of its column's type, a line has a seed twice, or a run lacks an accuracy.

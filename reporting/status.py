@@ -116,11 +116,6 @@ def modified(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def is_about(cells: Row, embeddings: str) -> bool:
-    """Whether a run is of these embeddings; of any, without a name."""
-    return embeddings in ("", cells.get("embeddings", ""))
-
-
 def embeddings_id(path: str | Path) -> str:
     """The name of embeddings by their content; "" for a published name, or a file that is not there yet."""
     path = Path(path)
@@ -217,13 +212,11 @@ class Status:
     Args:
         results: the file, such as results/table1.csv.
         logs: folder of the launcher's or the cluster's logs.
-        embeddings: name of the embeddings by content, the only ones whose runs count; "" for any.
     """
 
-    def __init__(self, results: Path, logs: Path, embeddings: str = "") -> None:
-        self.rows = RunIndex([row for row in read_rows(results) if is_about(row, embeddings)])
-        folders = read_folders(results.parent / "runs", results.name)
-        self.folders = [folder for folder in folders if is_about(folder.cells, embeddings)]
+    def __init__(self, results: Path, logs: Path) -> None:
+        self.rows = RunIndex(read_rows(results))
+        self.folders = read_folders(results.parent / "runs", results.name)
         self.begun = RunIndex([folder.cells for folder in self.folders])
         self.logs = read_logs(logs)
         self.device = ""

@@ -186,18 +186,20 @@ def study_of_own_features(args: argparse.Namespace) -> Tuned:
     check_names("--losses", losses, own_features.KNOWN)
     path = Path(args.data[0])
     data = load_embeddings(path)
-    num_rows = len(data["train"])
-    num_valid = args.num_valid or own_features.num_valid_of(num_rows)
-    if "valid" in data.splits:
-        num_valid = args.num_valid or 0
     if "test" not in data.splits:
         raise ValueError(
             f"{path} has no test_embeddings: validation chooses here, and other rows must measure; hold a fifth out"
         )
     if data.num_classes < own_features.LEAST_CLASSES:
         raise ValueError(f"{path} has {data.num_classes} classes: a top-k loss needs at least 3")
-    if num_valid >= num_rows:
-        raise ValueError(f"--num_valid {num_valid} leaves none of the {num_rows} rows of {path} to train")
+    num_rows = len(data["train"])
+    num_valid = args.num_valid or own_features.num_valid_of(num_rows)
+    if "valid" in data.splits:
+        if args.num_valid:
+            raise ValueError(f"--num_valid: {path} has {len(data['valid'])} rows that validate")
+        num_valid = 0
+    elif not 0 < num_valid < num_rows:
+        raise ValueError(f"--num_valid {num_valid} must be at least 1 and leave some of {num_rows} rows to train")
     size = own_features.Size(num_rows - num_valid, num_valid, data.num_classes)
     name = args.name or path.stem
     return own_features.own_features(str(path), size, name, losses, embeddings_id(path))
@@ -266,14 +268,10 @@ class Launching:
     Args:
         args, extra: of `parse_arguments`.
         run_per_core: whether a run per core fits into memory.
-        embeddings: name of the embeddings by content, whose runs the state is about.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, extra: Sequence[str], run_per_core: bool, embeddings: str = ""
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, extra: Sequence[str], run_per_core: bool) -> None:
         self.args = args
-        self.embeddings = embeddings
         self.extra = list(extra)
         self.run_per_core = run_per_core
 
@@ -286,7 +284,20 @@ class Launching:
             flags.append("--run-per-core")
         if self.args.dry_run:
             flags.append("--dry-run")
+        else:
+            self.note_if_slow(stage)
         return launch(stage.commands, [*flags, *self.extra])
+
+    def note_if_slow(self, stage: Stage) -> None:
+        """Print a note where this machine would take long in the precision of the runs."""
+        _, flags = parse_launcher_flags(self.extra)
+        runs = [run for command in stage.commands for run in expected_runs(f"{command} {shlex.join(flags)}")]
+        devices = {run.get("device", "auto") for run in runs if run.get("precision") == "bf16"}
+        if devices:
+            from experiments.common.processes import choose_device, note_if_slow  # loads PyTorch
+
+            for device in devices:
+                note_if_slow(choose_device(device), "bf16")
 
     def show_status(self, stage: Stage) -> None:
         launching, flags = parse_launcher_flags(["--name", stage.name, *self.extra])
@@ -294,7 +305,7 @@ class Launching:
         for run in runs_of(stage.commands, flags, launching.logs):
             by_file.setdefault(results_of(run.command), []).append(run)
         for path, runs in by_file.items():
-            status = Status(path, launching.logs, self.embeddings)
+            status = Status(path, launching.logs)
             commands = [run.command for run in runs]
             print(status_text(commands, [run.log.stem for run in runs], stage.name, status))
 
@@ -317,7 +328,7 @@ def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) ->
         print_tables(study, args)
         return 0
     if isinstance(study, Tuned):
-        launching = Launching(args, extra, run_per_core=True, embeddings=study.embeddings)
+        launching = Launching(args, extra, run_per_core=True)
         status = tune(study, launching, args.starts_nothing)
     else:
         launching = Launching(args, extra, study.run_per_core)

@@ -13,6 +13,7 @@ from studies.tuning import FINAL_SEEDS, Candidate, Finals, OnePass, Range, Rule,
 NAME = "own_features"
 LOSSES = ("cross_entropy", "label_smoothing", "gce", "ldr_kl", "splitter_selection", "lapsum")
 LEFT_OUT = ("smooth_topk", "cross_entropy_16", "forward_uniform_16")  # of noise.space: they are for 16 classes or more
+DATA = ("embeddings", "train_images", "num_valid")  # columns of rows that tell studies apart
 NUM_TRIALS = 30
 STEPS = (400, 1200, 2400)  # of trials, rounded up to whole epochs
 LARGEST_BATCH = 500
@@ -110,9 +111,18 @@ def own_features(
 
 
 def of_trials(name: str, rows: Sequence[Mapping[str, str]]) -> Tuned | None:
-    """The study of a file of trials, with all losses that it may have; None without rows."""
+    """The study of a file of trials, with all losses that it may have; None without rows.
+
+    Raises:
+        ValueError: trials of several embeddings or numbers of rows, of which each is a study.
+    """
     if not rows:
         return None
+    data = {tuple(row[column] for column in DATA) for row in rows}
+    if len(data) > 1:
+        raise ValueError(
+            f"results/{NAME}/{name}_trials.csv has trials of several {', '.join(DATA)}: give each a --name"
+        )
     first = rows[0]
     size = Size(int(first["train_images"]), int(first["num_valid"]), int(first["num_classes"]))
     return own_features("FILE.pt", size, name, losses=KNOWN, embeddings=first["embeddings"])

@@ -33,12 +33,13 @@ class Processes:
     Args:
         device: auto, cpu, cuda or cuda:<number>; under torchrun cuda is the GPU of the local rank.
         threads: number of CPU threads (default: one per core).
+        precision: of the network, fp32 or bf16; a note says where the processor has no instructions for it.
 
     Raises:
         ValueError: this machine has no such device, or the variables of torchrun are incomplete.
     """
 
-    def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
+    def __init__(self, device: str = "cpu", threads: int | None = None, precision: str = "fp32") -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = 0
         local_rank = 0
@@ -52,6 +53,8 @@ class Processes:
         if self.count > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             distributed.init_process_group(backend, timeout=PATIENCE)
+        if self.is_first:
+            note_if_slow(self.device, precision)
 
     def print(self, line: str) -> None:
         if self.is_first:
@@ -143,6 +146,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if index >= num_gpus:
         raise ValueError(f"--device {name}: this machine has {num_gpus} GPUs; take --device cpu, or auto")
     return torch.device("cuda", index)
+
+
+def note_if_slow(device: torch.device, precision: str) -> None:
+    """Print a note where PyTorch has no fast code in bf16 for this processor; on x86 it needs AVX-512."""
+    if precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        note = "note: this processor has no AVX-512, and takes many times as long in bf16 as in fp32"
+        print(note, file=sys.stderr, flush=True)
 
 
 def prepare_device(device: torch.device, threads: int | None) -> None:

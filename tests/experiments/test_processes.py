@@ -1,12 +1,14 @@
-"""Memory of a training process: it asks for huge pages, and its figures are the same bits with and without them."""
+"""A training process asks for huge pages, with which its figures are the same bits, and says where bf16 is slow."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from experiments.common.cores import HUGE_PAGES
 
@@ -35,26 +37,32 @@ def test_large_tensors_ask_for_huge_pages(settings, expected):
     assert (int(printed) > 0) is expected
 
 
-def test_huge_pages_change_no_bit(tmp_path):
+def train(results: Path, settings: dict[str, str], precision: str = "fp32") -> subprocess.CompletedProcess[str]:
+    """One epoch of three batches."""
     script = ROOT / "experiments" / "train_cifar100.py"
+    flags = f"""
+        --dataset digits --limit_train 48 --batch_size 16 --n_epochs 1 --method softsort --device cpu
+        --precision {precision} --results {shlex.quote(str(results))}
+    """
+    command = [sys.executable, str(script), *shlex.split(flags)]
+    return subprocess.run(command, env=environment(settings), check=True, capture_output=True, text=True)
+
+
+def test_huge_pages_change_no_bit(tmp_path):
     rows = []
     for name, settings in {"without": NOT_ASKED, "with": HUGE_PAGES}.items():
-        flags = [
-            "--dataset",
-            "digits",
-            "--limit_train",
-            "48",
-            "--batch_size",
-            "16",
-            "--n_epochs",
-            "1",
-            "--method",
-            "softsort",
-        ]
         results = tmp_path / name / "rows.csv"
-        command = [sys.executable, str(script), *flags, "--device", "cpu", "--results", str(results)]
-        subprocess.run(command, env=environment(settings), check=True, capture_output=True)
+        train(results, settings)
         rows.append(pd.read_csv(results).iloc[0])
     columns = [name for name in rows[0].index if name.endswith("_loss") or "_top" in name]
     assert len(columns) > 20
     assert rows[0][columns].equals(rows[1][columns])
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="AVX2 is an instruction set of x86"
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_note_says_where_bf16_is_slow(precision, tmp_path):
+    printed = train(tmp_path / "rows.csv", {"ATEN_CPU_CAPABILITY": "avx2"}, precision).stderr
+    assert ("note: this processor has no AVX-512" in printed) is (precision == "bf16")

@@ -17,6 +17,7 @@ from scripts import report
 from studies.catalog import study_of
 from studies.runs import command_of, expected_runs, parse_flags
 from studies.tuning import Tuned
+from tests.tables import table_of
 
 FILES = ("table1_short.csv", "table4_short.csv", "scratch.csv", "implementation.csv", "beam_search.csv", "knn.csv")
 ACCURACIES = ("test_top1", "test_top5", "test_wer_beam4", "test_per_beam4")
@@ -53,13 +54,6 @@ def shifted(row: dict[str, str], points: float) -> dict[str, str]:
     """A row with other accuracies."""
     cells = {name: str(float(row[name]) + points / 100) for name in ACCURACIES if row.get(name)}
     return row | cells
-
-
-def table_of(text: str) -> list[dict[str, str]]:
-    """The lines of the first table of a report."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize("file", FILES)

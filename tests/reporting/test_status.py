@@ -78,15 +78,6 @@ def held():
         process.join()
 
 
-def test_runs_of_other_embeddings_are_not_those_of_a_study(folder):
-    rows = [row | {"embeddings": "own"} for row in ROWS[:3]]
-    write_rows(folder / "table1_short.csv", rows[:1])
-    begin(folder, rows[1], 2)
-    for name, number in (("own", 1), ("", 1), ("other", 0)):
-        found = Status(folder / "table1_short.csv", folder / "logs", name)
-        assert (len(found.rows.rows), len(found.folders)) == (number, number)
-
-
 def studies_of_embeddings(path) -> list[Study]:
     """Each study without trials that reads embeddings, of this file where it takes one."""
     found = []
@@ -124,6 +115,16 @@ def test_a_command_is_done_by_rows_of_its_own_embeddings_alone(folder, is_there,
             expected_number = len(rows) * (other not in change)
             assert Status(folder / "x.csv", folder / "logs").progress(command).done == expected_number, study.name
     assert opened == [path] * is_there
+
+
+@pytest.mark.parametrize(("data_path", "state"), [("own.pt", "stopped after its start"), ("else.pt", "waiting")])
+def test_a_folder_of_other_embeddings_is_no_run_that_stopped(folder, data_path, state):
+    command = STUDIES["temperature"].make("own.pt").commands()[0]
+    config = {name: cell(value) for name, value in expected_runs(command)[0].items()}
+    (folder / "runs" / "one").mkdir()
+    config |= {"run_id": "one", "results": "x.csv", "data_path": data_path}
+    (folder / "runs" / "one" / "config.json").write_text(json.dumps(config))
+    assert Status(folder / "x.csv", folder / "logs").progress(command).state == state
 
 
 def command_of(row: dict[str, str]) -> str:

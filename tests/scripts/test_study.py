@@ -13,6 +13,7 @@ from experiments.common.rows import read_rows
 from scripts import study
 from studies import paper
 from studies.catalog import STUDIES
+from studies.tuning import Stage
 from tests.clones import copy_of_tracked_files
 
 SMALL = ["--n_epochs", "1", "--limit_train", "64", "--device", "cpu", "--threads", "1", "--jobs", "2"]
@@ -113,6 +114,15 @@ def test_a_seed_for_all_runs_trains_each_once(clone):
     assert one.endswith("# 10 runs\n")
     assert one.count(" --seed 0 ") == one.count(" --seed 3\n") == 10
     assert short.endswith("# 30 runs\n")
+
+
+@pytest.mark.parametrize(("flags", "notes"), [([], 1), (["--precision", "fp32"], 0)])
+def test_a_note_before_the_runs_says_where_bf16_is_slow(flags, notes, monkeypatch, capsys):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    args, extra = study.parse_arguments(["table1", "--short", "--device", "cpu", *flags])
+    launching = study.Launching(args, extra, run_per_core=False)
+    launching.note_if_slow(Stage("table1", STUDIES["table1"].make(short=True).commands()))
+    assert capsys.readouterr().err.count("note: this processor has no AVX-512") == notes
 
 
 def test_the_table_with_commands_has_those_of_the_runs_that_are_there(clone):

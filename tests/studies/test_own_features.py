@@ -11,13 +11,14 @@ from scipy.stats import t
 
 from experiments import finetune_imagenet
 from experiments.common.rows import read_rows, write_rows
-from reporting import reproduction
+from reporting import reproduction, tuned
 from scripts import study as script
 from studies import own_features, tuning
 from studies.catalog import study_of
 from studies.own_features import Size
 from studies.runs import expected_runs, parse_flags
 from studies.tuning import tune
+from tests.tables import table_of
 
 SEEDS = range(1, 11)
 BASELINE = "cross-entropy"
@@ -77,7 +78,9 @@ def test_every_loss_has_the_same_places_in_the_ranges_that_all_have(tmp_path):
     [
         ({"splits": ("train",)}, [], "has no test_embeddings"),
         ({"num_classes": 2}, [], "has 2 classes: a top-k loss needs at least 3"),
-        ({}, ["--num_valid", "60"], "--num_valid 60 leaves none of the 60 rows"),
+        ({}, ["--num_valid", "60"], "--num_valid 60 must be at least 1 and leave some of 60 rows to train"),
+        ({}, ["--num_valid", "-5"], "--num_valid -5 must be at least 1"),
+        ({"splits": ("train", "valid", "test")}, ["--num_valid", "5"], "has 60 rows that validate"),
         ({}, ["--losses", "smooth_topk"], "there is no smooth_topk; choose among cross_entropy"),
         ({}, ["--lr", "0.1"], "takes no --lr beside its own"),
     ],
@@ -142,12 +145,6 @@ def finished(tmp_path, monkeypatch) -> Path:
     return tmp_path / found.finals.commands.results
 
 
-def table_of(text: str) -> list[dict[str, str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return [dict(zip(header, row, strict=True)) for row in rows]
-
-
 def of_loss(rows: list[dict[str, str]], title: str) -> dict[int, dict[str, str]]:
     """The rows of a loss, by the seed."""
     is_of = {
@@ -186,7 +183,7 @@ def test_the_report_marks_choices_at_an_edge(finished):
     first = found.rounds[0]
     shown = set()
     for trial in first.of(candidate, found.known()):
-        text = reproduction.choice_text(found, candidate, reproduction.Chosen(trial, None))
+        text = tuned.choice_text(found, candidate, tuned.Chosen(trial, None))
         lr = parse_flags(trial.flags)["lr"]
         mark = ""
         if lr < 0.0001 * 300 ** (1 / 6):
@@ -210,6 +207,16 @@ def test_the_report_without_finals_says_what_is_left(finished):
     assert all(line["choice"].startswith("learning rate") for line in lines)
     write_rows(trials, [row for row in read_rows(trials) if row["seed"] == "0"])
     assert {line["choice"] for line in table_of(reproduction.report(finished))} == {"finalists not finished"}
+
+
+@pytest.mark.parametrize("column", own_features.DATA)
+def test_trials_of_other_data_are_no_single_study(finished, column):
+    """As of a file that has grown since: a report would be of the former rows alone."""
+    trials = finished.with_name("own_trials.csv")
+    rows = read_rows(trials)
+    write_rows(trials, [*rows, rows[-1] | {column: "7", "run_id": "another"}])
+    with pytest.raises(ValueError, match=r"own_trials\.csv has trials of several embeddings, train_images, num_valid"):
+        reproduction.report(finished)
 
 
 def test_the_report_without_cross_entropy_has_no_differences(finished):
