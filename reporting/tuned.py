@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from experiments.common.settings import CROSS_ENTROPY
-from reporting import draws, markdown
+from reporting import draws, markdown, origins
 from reporting.compare import Agreement, Pool, agreement, interval, paired, pooled_spread, spread
-from reporting.frames import METRICS
+from reporting.frames import METRICS, as_text
 from reporting.tables import pool_for
 from reporting.yours import VERDICTS, below_each_line, copies_note, machines, names_of, read_or_none, summary
 from studies.runs import parse_flags
@@ -41,7 +41,9 @@ class Side:
     """The trials and finals of a tuned study in one folder.
 
     Attributes:
+        rows: of its trials and finals, as cells.
         copies: names, as of `names_of`, of the runs that are the other side's, and are not compared.
+        embeddings: names of those of its rows.
     """
 
     def __init__(self, study: Tuned, folder: Path) -> None:
@@ -53,10 +55,10 @@ class Side:
         if study.embeddings and "embeddings" in runs:
             runs = runs[runs["embeddings"] == study.embeddings].reset_index(drop=True)
         self.runs = runs
-        rows = [*self.trials.rows, *self.finals.rows]
-        self.names = set(names_of(pd.DataFrame(rows)))
+        self.rows = pd.DataFrame([*self.trials.rows, *self.finals.rows])
+        self.names = set(names_of(self.rows))
         self.copies: set[str] = set()
-        self.embeddings = ", ".join(sorted({row.get("embeddings", "") for row in rows}))
+        self.embeddings = sorted(set(as_text(self.rows.reindex(columns=["embeddings"])["embeddings"])))
 
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
@@ -97,11 +99,10 @@ def title_of(study: Tuned, split: str) -> str:
 def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_commands: bool) -> str:
     """What validation chose of each loss, and the finals, the repository's and yours; then the trials."""
     split = split_of(study, choice)
-    pools = {}
-    for metric in METRICS:
-        spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
-        pools[metric] = pooled_spread(spreads)
-    has_other_data = bool(ours.trials.rows and theirs.trials.rows) and ours.embeddings != theirs.embeddings
+    pools = pools_of(study, ours, split)
+    same = origins.counterparts(theirs.rows, ours.rows)
+    like_ours = sorted({same.get(name, name) for name in theirs.embeddings})
+    has_other_data = bool(ours.trials.rows and theirs.trials.rows) and like_ours != ours.embeddings
     lines = []
     verdicts: list[Agreement] = []
     commands = []
@@ -120,13 +121,23 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
         text = below_each_line(text, commands)
     parts = [f"{title_of(study, split)} {rules_of(study, ours, theirs)}".strip(), text]
     if has_other_data:
-        parts.append(OTHER_DATA.format(yours=theirs.embeddings, repository=ours.embeddings))
+        names = {"yours": ", ".join(theirs.embeddings), "repository": ", ".join(ours.embeddings)}
+        parts.append(OTHER_DATA.format(**names))
     else:
-        parts += [summary(verdicts), VERDICTS]
+        parts += [summary(verdicts), VERDICTS, origins.note(same, ours.rows)]
         parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(copies_note(len(theirs.copies)))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.compared(theirs.runs))}.")
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def pools_of(study: Tuned, ours: Side, split: str) -> dict[str, Pool]:
+    """The pooled spread of the repository's finals, by metric."""
+    pools = {}
+    for metric in METRICS:
+        spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
+        pools[metric] = pooled_spread(spreads)
+    return pools
 
 
 def report_gains(study: Tuned, theirs: Side, choice: str, with_commands: bool) -> str:

@@ -281,6 +281,23 @@ def test_runs_on_other_embeddings_than_the_repositorys_have_no_verdict(file, you
     assert {own for _, own in accuracies} != {"not run"}
 
 
+CHANGES = [({}, True), ({"resolution": "224"}, False), ({"backbone": "cifar100-resnet18"}, False)]
+
+
+@pytest.mark.parametrize("file", ["noise/human", "heads"])
+@pytest.mark.parametrize(("change", "is_compared"), CHANGES)
+def test_embeddings_with_other_bits_of_the_same_backbone_are_compared(file, change, is_compared, yours):
+    """As another processor or precision gives them."""
+    for ending in ("_trials.csv", ".csv"):
+        rows = read_rows(REPOSITORY / f"{file}{ending}")
+        path = yours(f"{file}{ending}", [row | {"embeddings": "100x1280-other"} | change for row in rows])
+    text = reproduction.report(path)
+    note = f"Your embeddings, 100x1280-other, have other bits than the repository's, {rows[0]['embeddings']}"
+    assert (note in text) is is_compared
+    found = {line.get("top-1 verdict", "").split(" (")[0] for line in table_of(text)} - {""}  # a loss without finals
+    assert found == ({"agrees"} if is_compared else set())
+
+
 @pytest.mark.parametrize("name", ["heads", "mine"])
 def test_a_study_of_linear_classifiers_is_known_by_your_trials(name, yours):
     """Two methods with another validation split, which the repository has not run."""
