@@ -189,10 +189,14 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
     rows = {name: torch.arange(len(split)) for name, split in data.splits.items()}
     train = limited_rows(len(rows["train"]), args.limit_train, args.split_seed)
     rows["train"] = train
-    for flag, is_given in (("--num_valid", args.num_valid), ("--split_seed", args.split_seed and not args.limit_train)):
-        if "valid" in rows and is_given:
-            raise ValueError(f"{flag}: {args.data_path} has {len(rows['valid'])} rows that validate")
-    if "valid" not in rows:
+    if "valid" in rows:
+        count = len(rows["valid"])
+        of_file = f"{args.data_path} has {count} rows that validate"
+        if args.num_valid not in (None, count):  # a command of a row says how many there are
+            raise ValueError(f"--num_valid: {of_file}")
+        if args.split_seed and not args.limit_train:
+            raise ValueError(f"--split_seed: {of_file}")
+    else:
         num_valid = args.num_valid or published_num_valid(len(train), protocol)
         if num_valid >= len(train):
             raise ValueError(f"--num_valid {num_valid} leaves none of the {len(train)} rows to train: give fewer")

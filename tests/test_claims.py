@@ -21,7 +21,22 @@ from topk_losses import METHODS, ForwardCorrectionLoss, TopKCrossEntropyLoss
 from topk_losses.methods import SINGLE_K
 
 ROOT = Path(__file__).parents[1]
-IN_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+IN_WORDS = (
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+)
 FINDINGS = ROOT / "docs" / "findings.md"
 TABLES = sorted(ROOT.glob("results/tables/*.md"))
 PAGES = [ROOT / "README.md", FINDINGS, *sorted(ROOT.glob("docs/findings/*.md")), *TABLES]

@@ -18,6 +18,7 @@ from experiments.common.rows import read_rows
 from experiments.common.run import Run
 from experiments.common.settings import cell, identifying
 from experiments.common.torch_files import save_torch_file
+from studies.runs import command_of
 from tests.experiments import scripts
 from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
 
@@ -299,7 +300,9 @@ def test_flags_of_the_split_are_refused_where_the_file_has_its_own(run, embeddin
     with pytest.raises(EXPECTED, match=f"{flag.split()[0]}: .*e.pt has 40 rows that validate"):
         run(finetune_imagenet, flags=f"{flags} {flag}")
     assert not (tmp_path / "r.csv").exists()
-    run(finetune_imagenet, flags=flags)
+    (row,) = run(finetune_imagenet, flags=flags)
+    assert "--num_valid 40" in command_of(row)  # its number is no contradiction
+    assert run(finetune_imagenet, flags=f"{flags} --num_valid 40") == [row]
 
 
 def test_a_results_file_with_a_damaged_line_or_semicolons_is_not_rewritten(run, tmp_path):
