@@ -10,8 +10,8 @@ COLUMNS = ("backbone", "resolution", "labels", "num_classes", "test_images")
 PRETRAINED = "timm:"  # how the names of backbones begin whose weights do not come from a run
 NOTE = (
     "Your embeddings, {yours}, have other bits than the repository's, {repository}, and are compared: both are of "
-    "{backbone} at {resolution} pixels, and their bits depend on the processor and the precision. Whether the weights "
-    "are the same is not recorded."
+    "{backbone} at {resolution} pixels, and their bits depend on the processor and the precision. Whether the images "
+    "and the weights are the same is not recorded."
 )
 
 
