@@ -99,15 +99,15 @@ def title_of(study: Tuned, split: str) -> str:
 def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_commands: bool) -> str:
     """What validation chose of each loss, and the finals, the repository's and yours; then the trials."""
     split = split_of(study, choice)
-    pools = pools_of(study, ours, split)
+    chosen = [ours.chosen(candidate, split) for candidate in study.space]
+    pools = pools_of(chosen)
     same = origins.counterparts(theirs.rows, ours.rows)
     like_ours = sorted({same.get(name, name) for name in theirs.embeddings})
     has_other_data = bool(ours.trials.rows and theirs.trials.rows) and like_ours != ours.embeddings
     lines = []
     verdicts: list[Agreement] = []
     commands = []
-    for candidate in study.space:
-        own = ours.chosen(candidate, split)
+    for candidate, own in zip(study.space, chosen):
         your = theirs.chosen(candidate, split)
         found = {}
         if not has_other_data:
@@ -131,13 +131,9 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def pools_of(study: Tuned, ours: Side, split: str) -> dict[str, Pool]:
-    """The pooled spread of the repository's finals, by metric."""
-    pools = {}
-    for metric in METRICS:
-        spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
-        pools[metric] = pooled_spread(spreads)
-    return pools
+def pools_of(chosen: Sequence[Chosen]) -> dict[str, Pool]:
+    """The pooled spread of finals, by metric."""
+    return {metric: pooled_spread([spread(values(own, metric)) for own in chosen]) for metric in METRICS}
 
 
 def report_gains(study: Tuned, theirs: Side, choice: str, with_commands: bool) -> str:
@@ -234,15 +230,16 @@ def trials_that_agree(study: Tuned, ours: Side, theirs: Side, pools: dict[str, P
     """How many of your trials agree with the repository's, by the spread of its finals."""
     verdicts = []
     count = 0
+    is_copy = list(names_of(pd.DataFrame(theirs.trials.rows)).isin(theirs.copies))
     for candidate in study.space:
         for trial in study.trials_of(candidate, ours.trials):
             own = ours.trials.of(trial)
-            your = theirs.compared(pd.DataFrame(theirs.trials.of(trial)))
-            if not own or your.empty:
+            your = [theirs.trials.rows[number] for number in theirs.trials.numbers(trial) if not is_copy[number]]
+            if not own or not your:
                 continue
             count += 1
             for metric, pool in pools.items():
-                verdicts.append(agreement(accuracies(your.to_dict("records"), metric), accuracies(own, metric), pool))
+                verdicts.append(agreement(accuracies(your, metric), accuracies(own, metric), pool))
     if count == 0:
         return "Trials: none in common."
     return f"Trials: {count} in common. By the spread of the finals, {summary(verdicts)}"

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, Protocol
@@ -99,17 +100,29 @@ class Known:
         path: results file; a relative one is within this repository, from whatever directory a script is called.
         flags: what the commands of all trials have, such as --num_valid 5000.
         embeddings: name of the embeddings by content; rows of others are no trials. All rows count without it.
+        finals: results file of what the trials choose.
     """
 
-    def __init__(self, path: Path, flags: str = "", embeddings: str = "") -> None:
-        rows = read_rows(ROOT / path)
-        if embeddings:
-            rows = [row for row in rows if row.get("embeddings", "") == embeddings]
+    def __init__(self, path: Path, flags: str = "", embeddings: str = "", finals: Path | None = None) -> None:
         self.path = path
-        self.rows = rows
-        self.index = RunIndex(rows)
+        self.finals = finals
+        self.embeddings = embeddings
+        self.rows = rows_of(path, embeddings)
+        self.index = RunIndex(self.rows)
         self.shared = parse_flags(flags)
         self.shared.pop("seed", None)
+
+    @cached_property
+    def seeds(self) -> set[int]:
+        """The seeds of the rows."""
+        return {int(row["seed"]) for row in self.rows}
+
+    @cached_property
+    def seeds_of_finals(self) -> set[int]:
+        """The seeds of the finals that are there when this is asked first."""
+        if self.finals is None:
+            return set()
+        return {int(row["seed"]) for row in rows_of(self.finals, self.embeddings)}
 
     def numbers(self, trial: Trial) -> list[int]:
         """The numbers of the rows of a trial, one for each seed, in their order.
@@ -147,9 +160,13 @@ class Known:
         """Whether each trial has a row of the seed of trials."""
         return len(self.tried(trials)) == len(trials)
 
-    def has_seeds(self, seeds: Sequence[int]) -> bool:
-        """Whether a row has one of these seeds."""
-        return any(int(row["seed"]) in seeds for row in self.rows)
+
+def rows_of(path: Path, embeddings: str) -> list[Row]:
+    """The rows of a file, within this repository where relative; of embeddings by their name, or of all with ""."""
+    rows = read_rows(ROOT / path)
+    if embeddings:
+        rows = [row for row in rows if row.get("embeddings", "") == embeddings]
+    return rows
 
 
 class Tried(NamedTuple):
@@ -424,7 +441,9 @@ class Tuned:
 
     def known(self, path: Path | None = None) -> Known:
         """The rows of the trials, of another file if a path is given."""
-        return Known(path or self.trials_file, self.rounds[0].commands.flags, self.embeddings)
+        path = path or self.trials_file
+        finals = path.with_name(self.finals.commands.results.name)
+        return Known(path, self.rounds[0].commands.flags, self.embeddings, finals)
 
     def trials_of(self, candidate: Candidate, known: Known) -> list[Trial]:
         """The trials of a candidate, of all rounds that are known by now."""
@@ -439,8 +458,8 @@ class Tuned:
 
     def rule_of(self, known: Known) -> Rule:
         """The rule by which rows chose: the study's; the first seed alone of finals that ran without its seeds."""
-        finals = Known(known.path.with_name(self.finals.commands.results.name), embeddings=self.embeddings)
-        if finals.has_seeds(self.finals.commands.seeds) and not known.has_seeds(self.finals.rule.seeds):
+        has_finals = not known.seeds_of_finals.isdisjoint(self.finals.commands.seeds)
+        if has_finals and known.seeds.isdisjoint(self.finals.rule.seeds):
             return ONE_SEED
         return self.finals.rule
 

@@ -27,8 +27,8 @@ statuses = [main(words) for words in json.loads(sys.argv[1])]
 sys.exit(max(statuses))
 """
 WAYS = {"entry point": TRAIN, "register": f"import own_methods\n{TRAIN}"}
-HEADS = "--num_valid 10 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
-SIZE = "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
+HEADS = "--num_valid 10 --batch_size 16 --n_epochs 1 --precision fp32 --device cpu --threads 1"
+SIZE = "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 1 --precision fp32 --device cpu --threads 1"
 # The page's runs become small by what stands last.
 PYTHON = f"""#!/bin/bash
 [[ "$*" != *" --method "* ]] || set -- "$@" {SIZE}

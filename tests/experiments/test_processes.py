@@ -37,22 +37,18 @@ def test_large_tensors_ask_for_huge_pages(settings, expected):
     assert (int(printed) > 0) is expected
 
 
-def train(results: Path, settings: dict[str, str], precision: str = "fp32") -> subprocess.CompletedProcess[str]:
-    """One epoch of three batches."""
-    script = ROOT / "experiments" / "train_cifar100.py"
-    flags = f"""
-        --dataset digits --limit_train 48 --batch_size 16 --n_epochs 1 --method softsort --device cpu
-        --precision {precision} --results {shlex.quote(str(results))}
-    """
-    command = [sys.executable, str(script), *shlex.split(flags)]
+def run(script: str, flags: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *shlex.split(flags)]
     return subprocess.run(command, env=environment(settings), check=True, capture_output=True, text=True)
 
 
 def test_huge_pages_change_no_bit(tmp_path):
+    """One epoch of three batches."""
+    flags = "--dataset digits --limit_train 48 --batch_size 16 --n_epochs 1 --method softsort --device cpu"
     rows = []
     for name, settings in {"without": NOT_ASKED, "with": HUGE_PAGES}.items():
         results = tmp_path / name / "rows.csv"
-        train(results, settings)
+        run("train_cifar100", f"{flags} --results {shlex.quote(str(results))}", settings)
         rows.append(pd.read_csv(results).iloc[0])
     columns = [name for name in rows[0].index if name.endswith("_loss") or "_top" in name]
     assert len(columns) > 20
@@ -64,5 +60,9 @@ def test_huge_pages_change_no_bit(tmp_path):
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_note_says_where_bf16_is_slow(precision, tmp_path):
-    printed = train(tmp_path / "rows.csv", {"ATEN_CPU_CAPABILITY": "avx2"}, precision).stderr
+    flags = f"""
+        --dataset digits --model linear --limit_train 200 --n_epochs 1 --method softsort --device cpu
+        --precision {precision} --results {shlex.quote(str(tmp_path / "rows.csv"))}
+    """
+    printed = run("train_knn", flags, {"ATEN_CPU_CAPABILITY": "avx2"}).stderr
     assert ("note: this processor has no AVX-512" in printed) is (precision == "bf16")
