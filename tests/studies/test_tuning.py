@@ -277,7 +277,10 @@ def test_finals_without_seeds_of_the_rule_were_chosen_by_the_first_seed_which_is
     write_accuracies(study, trials, FOUR)
     assert study.rule_of(study.known()) == study.finals.rule
     assert study.chosen(study.space[1], study.known(), "valid") is None  # the finalists have not run
-    write_rows(study.finals.commands.results, [row | {"seed": "1"} for row in read_rows(study.trials_file)[:1]])
+    final = read_rows(study.trials_file)[0] | {"seed": "1"}
+    write_rows(study.finals.commands.results, [final | {"embeddings": "another's"}])
+    assert study.rule_of(study.known()) == study.finals.rule
+    write_rows(study.finals.commands.results, [final])
     assert study.rule_of(study.known()) == ONE_SEED
     assert study.chosen(study.space[1], study.known(), "valid") == trials[0]
     assert "one seed chose" in study.rule_of(study.known()).text
