@@ -34,6 +34,7 @@ PAIRS_OF_FEW_LABELS = (
     Pair("splitter_selection", BASELINE),
     Pair("lapsum", BASELINE),
     Pair("splitter_selection", "ldr_kl"),
+    Pair("lapsum", "ldr_kl"),
 )
 NOTHING = "No draw is finished yet."
 EDGE = 1 / 6  # share of a range at each end: about five of 30 trials

@@ -36,6 +36,7 @@ from studies.catalog import study_of
 from studies.tuning import Tuned
 
 GAINS = ["Δ top-1", "Δ top-5"]
+OTHER_SEEDS = "_again"  # ends the name of a file without trials, with other seeds of what another file chose
 RUNNER_UP = "_runner_up"  # ends the name of a file with final runs of another trial than the chosen one
 
 
@@ -139,6 +140,8 @@ def trials(comparison: Comparison) -> str:
     last = comparison.file
     if (REPOSITORY / f"{stem}_trials.csv").exists():
         last = f"{stem}_trials.csv"
+    elif stem.endswith(OTHER_SEEDS):
+        last = f"{stem.removesuffix(OTHER_SEEDS)}.csv"
     files.append(last)
     sides = []
     for conditions in (comparison.loss, comparison.baseline):

@@ -39,7 +39,7 @@ ANSWERS = (
     Answer(LINEAR, "40 % wrong, by people", "or `splitter_selection`: the code above", "H1"),
     Answer(LINEAR, "the same, and 5 % are checked", "`forward_correction`, `T` counted on them", "H4"),
     Answer(LINEAR, "correct", "`ldr_kl`, `margin=1`", "L2"),
-    Answer(SCRATCH, "correct", "cross-entropy (Δ: `splitter_selection`)", "S4"),
+    Answer(SCRATCH, "correct", "cross-entropy (Δ: `splitter_selection`)", "S10"),
     Answer(SCRATCH, "40 % wrong, by people", "cross-entropy (Δ: `splitter_selection`)", "S7"),
 )
 
