@@ -649,6 +649,9 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     for page in (text, " ".join((ROOT / "docs/findings.md").read_text("utf-8").split())):
         assert "no clear difference" in page
         assert f"on average over {number_of['40 %']} draws of 40 % and {number_of['20 %']} of 20 %." in page
+    lapsum = over_draws_of("noise_draws", draws.PAIRS)["20 % drawn among all classes", "LapSum − GCE"]
+    assert f"LapSum loses {lapsum['Δ top-1, over draws'][1:12]} of top-1" in text
+    assert lapsum["Δ top-1, over draws"].endswith("(loss)")
     every = draws.comparisons(folder, draws.PAIRS)
     (first,) = [item for item in every if item.group.startswith("40 %") and item.name == "splitter − GCE"]
     assert "After four of 40 % top-1 was a gain" in text
