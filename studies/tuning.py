@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, Protocol
@@ -335,7 +335,7 @@ class Sobol:
         ranges = self.ranges | candidate.ranges
         if len(ranges) > DIMENSIONS:
             raise ValueError(f"{candidate.name} has {len(ranges)} ranges, and trials have {DIMENSIONS} places")
-        for number, places in enumerate(self.places()):
+        for number, places in enumerate(sobol_places(self.number)):
             shared = {}
             for place, (name, numbers) in zip(places, ranges.items()):
                 shared[name] = numbers.at(place)
@@ -343,11 +343,14 @@ class Sobol:
             trials.append(Trial(candidate.flags, as_flags(shared), n_epochs))
         return trials
 
-    def places(self) -> list[list[float]]:
-        import torch  # seconds that other studies need not wait
 
-        engine = torch.quasirandom.SobolEngine(DIMENSIONS, scramble=True, seed=0)
-        return engine.draw(self.number, dtype=torch.float64).tolist()
+@cache
+def sobol_places(number: int) -> list[list[float]]:
+    """The first places of the sequence, between 0 and 1 in each of its dimensions."""
+    import torch  # seconds that other studies need not wait
+
+    engine = torch.quasirandom.SobolEngine(DIMENSIONS, scramble=True, seed=0)
+    return engine.draw(number, dtype=torch.float64).tolist()
 
 
 @dataclass(frozen=True)
