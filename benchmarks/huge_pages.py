@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.runner import SOFTMAX, Table, parser
+from benchmarks.runner import SOFTMAX, Table, add_precision, parser
 from experiments.common.cores import HUGE_PAGES
 
 STEP = Path(__file__).with_name("training_step.py")
@@ -43,10 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "huge_pages.csv", SOFTMAX, turns=3, steps=8, runs=2, batch=128, images=5000)
     flags.set_defaults(threads=1)
+    add_precision(flags)
     args = flags.parse_args(argv)
     step_flags = ["--turns", "3", "--steps", str(args.steps), "--threads", str(args.threads)]
     step_flags += ["--batch", str(args.batch), "--images", str(args.images), "--device", str(args.device)]
-    step_flags += ["--methods", *(args.methods or [SOFTMAX])[:1]]
+    step_flags += ["--precision", args.precision, "--methods", *(args.methods or [SOFTMAX])[:1]]
     times: dict[str, list[float]] = {"off": [], "on": []}
     for _ in range(args.turns):
         times["off"] += side_by_side(args.runs, step_flags, SWITCHED_OFF)
@@ -56,7 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     for setting, measured in times.items():
         median = statistics.median(measured)
         over_off = median / statistics.median(times["off"])
-        table.add(huge_pages=setting, runs=args.runs, ms_per_step=median, over_off=over_off, kernel_mode=mode)
+        table.add(
+            huge_pages=setting,
+            runs=args.runs,
+            precision=args.precision,
+            ms_per_step=median,
+            over_off=over_off,
+            kernel_mode=mode,
+        )
     return table.write()
 
 

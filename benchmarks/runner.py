@@ -67,6 +67,13 @@ def parser(docstring: str, name: str, methods: str = "all", **numbers: int) -> a
     return made
 
 
+def add_precision(made: argparse.ArgumentParser) -> None:
+    """Add the flag of benchmarks that make training steps of a ResNet."""
+    made.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="precision of our step (default: bf16)"
+    )
+
+
 def take_turns(calls: Mapping[Key, Callable[[], Any]], turns: int, number: int, threads: int) -> dict[Key, list[float]]:
     """Return the milliseconds of one of `number` calls, in each turn, of every alternative.
 

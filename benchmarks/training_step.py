@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import CIFAR100
 
-from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
+from benchmarks.runner import SOFTMAX, Table, add_precision, parser, ratio, take_turns
 from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, sample_crops, scale_and_shift
 from data.splits import Split, epoch_generator
 from experiments.common.objective import published_p_k
@@ -113,9 +113,7 @@ def official_step(
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "training_step.csv", "all; with --recipe two", turns=7, steps=3, batch=128, images=5000)
-    flags.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="bf16", help="precision of our step (default: bf16)"
-    )
+    add_precision(flags)
     flags.add_argument("--recipe", action="store_true", help="compare with the official recipe instead")
     args = flags.parse_args(argv)
     torch.manual_seed(0)

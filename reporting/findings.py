@@ -31,7 +31,7 @@ from experiments.common import settings
 from experiments.common.paths import REPOSITORY
 from reporting import epochs, markdown, noise
 from reporting.compare import Interval, holm, interval, p_value, paired
-from reporting.frames import METRICS, lines_of, read_runs
+from reporting.frames import METRICS, lines_of, read_cells, that_meet, typed_runs
 from studies.catalog import study_of
 from studies.tuning import Tuned
 
@@ -102,17 +102,39 @@ class Difference(NamedTuple):
 
 
 @functools.cache
+def cells_of(file: str) -> pd.DataFrame:
+    return read_cells(REPOSITORY / file)
+
+
+@functools.cache
+def runs_of(file: str) -> pd.DataFrame:
+    return typed_runs(REPOSITORY / file, cells_of(file))
+
+
+@functools.cache
 def runs_that_meet(file: str, conditions: str) -> pd.DataFrame:
     """The runs of a results file that meet conditions, separated by semicolons."""
-    return read_runs(REPOSITORY / file, [condition for condition in conditions.split("; ") if condition])
+    cells = cells_of(file)
+    for condition in filter(None, conditions.split("; ")):
+        cells = that_meet(REPOSITORY / file, cells, condition)
+    return runs_of(file).loc[cells.index].reset_index(drop=True)
+
+
+@functools.cache
+def seeds_of(file: str) -> tuple[int, ...] | None:
+    """The seeds of the finals of a file in which trials may stand, too; None of a file without trials."""
+    study = study_of(file, REPOSITORY)
+    if isinstance(study, Tuned):
+        return study.finals.commands.seeds
+    return None
 
 
 def side(comparison: Comparison, file: str, conditions: str) -> pd.DataFrame:
     """The runs of a loss; at an epoch, their accuracies are those of the best validation epoch up to it."""
     runs = runs_that_meet(file, conditions)
-    study = study_of(file, REPOSITORY)
-    if isinstance(study, Tuned):  # trials may stand in the same file
-        runs = runs[runs["seed"].isin(study.finals.commands.seeds)]
+    seeds = seeds_of(file)
+    if seeds is not None:
+        runs = runs[runs["seed"].isin(seeds)]
     if comparison.epoch is None:
         return runs
     runs = epochs.with_means(Path(file), runs)

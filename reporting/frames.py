@@ -3,6 +3,7 @@
 An empty cell is NaN in a column of numbers and "" in a column of text.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,6 +48,14 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
         ValueError: it is not a results file, a line is damaged, a cell is not of its column's type, a run stands twice
             with other cells, a line has a seed twice, a run lacks an accuracy, or no run is left.
     """
+    cells = read_cells(path)
+    for condition in where:
+        cells = that_meet(path, cells, condition)
+    return typed_runs(path, cells.reset_index(drop=True))
+
+
+def read_cells(path: Path) -> pd.DataFrame:
+    """The cells of a results file as they are written, a row per run. Raises as `read_runs` does."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     cells = pd.DataFrame(read_rows(path), dtype=object)
@@ -56,9 +65,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     twice = cells[cells.duplicated(key)]
     if len(twice):
         raise ValueError(f"{path} has {twice['run_id'].iloc[0]} twice: delete one of the lines")
-    for condition in where:
-        cells = that_meet(path, cells, condition)
-    return typed_runs(path, cells.reset_index(drop=True))
+    return cells
 
 
 def typed_runs(path: Path, cells: pd.DataFrame) -> pd.DataFrame:
@@ -181,6 +188,8 @@ def percent(cells: pd.Series) -> pd.Series:
 
 def numbers(cells: pd.Series) -> pd.Series:
     """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
+    if (cells == "").all():  # most columns of most files
+        return pd.Series(math.nan, index=cells.index, name=cells.name)
     return pd.to_numeric(cells.replace("", None)).astype(float)
 
 
@@ -227,6 +236,8 @@ def p_k_of(text: str) -> tuple[float, ...]:
 
 def as_text(values: pd.Series) -> pd.Series:
     """Values as they are compared: numbers with all digits, NaN as ""."""
+    if values.isna().all():  # most columns of most files
+        return pd.Series("", index=values.index, name=values.name)
     return values.astype(str).map(plain_number).where(values.notna(), "")
 
 

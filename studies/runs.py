@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -167,10 +167,16 @@ def parse_flags(text: str) -> dict[str, Any]:
     return dict(_parsed_flags(text))
 
 
+@cache
+def words_of(command: str) -> tuple[str, ...]:
+    """The words of a command, as a shell splits it."""
+    return tuple(shlex.split(command))
+
+
 @cache  # a report asks for the same trials many times
 def _parsed_flags(text: str) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
-    for flag, given in split_flags(shlex.split(text)):
+    for flag, given in split_flags(words_of(text)):
         setting = BY_FLAG.get(flag)
         if setting is None:
             continue
@@ -216,7 +222,7 @@ def split_word(word: str) -> tuple[str, str | None]:
 
 def expected_runs(command: str) -> list[dict[str, Any]]:
     """The runs of a command, one per seed and loss, each with the settings that its flags and its protocol give."""
-    _, script, *_ = shlex.split(command)
+    _, script, *_ = words_of(command)
     shared = parse_flags(command)
     also = shared.pop("also", [])
     seeds = shared.pop("seed", [0])
@@ -267,6 +273,9 @@ def is_compared(setting: Setting) -> bool:
     return setting.role not in (MACHINE, CALL) and setting.name != "data_path"
 
 
+COMPARED = tuple(setting for setting in settings.SETTINGS if is_compared(setting))
+
+
 class RunIndex:
     """The rows of a file, found by the settings of a run that a command gives.
 
@@ -278,6 +287,7 @@ class RunIndex:
         self.rows = rows
         self.values = [values_of(row) for row in rows]
         self.tables: dict[tuple[str, ...], dict[tuple, list[int]]] = {}
+        self.others: list[dict[str, bool | None]] = [dict.fromkeys(given_settings(row)) for row in rows]
 
     def find(self, run: Mapping[str, Any]) -> list[int]:
         """The numbers of the rows that have all settings of a run, and in others what the script fills in."""
@@ -288,33 +298,47 @@ class RunIndex:
         return self.tables[names].get(key, [])
 
     def _table(self, names: Sequence[str]) -> dict[tuple, list[int]]:
+        named = {*names, "seed"}  # who gives no seed asks for the runs of all
+        if "lr" in named or "nloglr" in named:
+            named |= {"lr", "nloglr"}  # one follows from the other
         table: dict[tuple, list[int]] = {}
         for number, values in enumerate(self.values):
-            if not has_other_settings(self.rows[number], values, names):
+            if not self._has_others(number, named):
                 key = tuple(values[name] for name in names)
                 table.setdefault(key, []).append(number)
         return table
 
+    def _has_others(self, number: int, named: Set[str]) -> bool:
+        """Whether a row has, besides those that are named, a setting which its run has only if the flag is given."""
+        return any(self._is_other(number, name) for name in self.others[number].keys() - named)
+
+    def _is_other(self, number: int, name: str) -> bool:
+        """Whether a setting of a row is not what the script fills in. It is worked out once, when it is asked for."""
+        found = self.others[number][name]
+        if found is None:
+            values = self.values[number]
+            script = settings.script_of(self.rows[number])
+            found = values[name] not in filled_in(script, name, values)
+            self.others[number][name] = found
+        return found
+
 
 def values_of(row: Mapping[str, str]) -> dict[str, Any]:
     values = {}
-    for setting in settings.SETTINGS:
-        if is_compared(setting):
-            values[setting.name] = comparable(setting.parse(row.get(setting.name, "")))
+    for setting in COMPARED:
+        values[setting.name] = value_of(setting.name, row.get(setting.name, ""))
     return values
 
 
-def has_other_settings(row: Mapping[str, str], values: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether a row has a setting that its run has not unless the flag is given; an empty cell is no setting."""
-    script = settings.script_of(row)
-    named = {*names, "seed"}  # who gives no seed asks for the runs of all
-    if "lr" in named or "nloglr" in named:
-        named |= {"lr", "nloglr"}  # one follows from the other
-    for name in values.keys() - named:
-        is_given = BY_NAME[name].flag and row.get(name, "") != ""
-        if is_given and values[name] not in filled_in(script, name, values):
-            return True
-    return False
+@cache  # most cells of a file are alike
+def value_of(name: str, cell: str) -> Any:
+    """A cell as it is compared."""
+    return comparable(BY_NAME[name].parse(cell))
+
+
+def given_settings(row: Mapping[str, str]) -> list[str]:
+    """The settings that a row has and a flag gives; an empty cell is no setting."""
+    return [setting.name for setting in COMPARED if setting.flag and row.get(setting.name, "") != ""]
 
 
 def filled_in(script: str, name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -4,13 +4,14 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from experiments.common.files import replace_file, temporary_of
-from experiments.common.settings import SETTINGS, cell
+from experiments.common.settings import BY_NAME, SETTINGS, cell
 
 Row = dict[str, str]  # the cells of a run, by their columns
 
@@ -59,9 +60,14 @@ def check_cells(row: Mapping[str, str], where: str) -> None:
     """Raise ValueError for a cell that no run writes, such as the seed "1.0" of a file that went through pandas."""
     for setting in SETTINGS:
         try:
-            setting.parse(row.get(setting.name, ""))
+            check_cell(setting.name, row.get(setting.name, ""))
         except ValueError as error:
             raise ValueError(f"{where}: {error}; restore the file as it was written") from None
+
+
+@cache  # most cells of a file are alike
+def check_cell(name: str, cell: str) -> None:
+    BY_NAME[name].parse(cell)
 
 
 @contextmanager

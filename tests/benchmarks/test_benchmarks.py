@@ -80,7 +80,7 @@ def test_scaling_moves_one_number_at_a_time(measured):
 
 
 def test_a_training_step_beside_softmax_and_beside_the_official_recipe(measured):
-    small = ["--batch", 8, "--images", 64, "--turns", 1, "--steps", 1]
+    small = ["--precision", "fp32", "--batch", 8, "--images", 64, "--turns", 1, "--steps", 1]
     rows = measured(training_step, "--methods", "softsort", *small)
     assert [row["method"] for row in rows] == ["softmax_cross_entropy", "softsort", "augmentation"]
     assert rows[0]["over_softmax"] == "1.000"
@@ -90,7 +90,8 @@ def test_a_training_step_beside_softmax_and_beside_the_official_recipe(measured)
 
 
 def test_runs_with_and_without_huge_pages(measured):
-    off, on = measured(huge_pages, "--runs", 1, "--batch", 2, "--images", 8, "--turns", 1, "--steps", 1)
+    small = ["--precision", "fp32", "--batch", 2, "--images", 8, "--turns", 1, "--steps", 1]
+    off, on = measured(huge_pages, "--runs", 1, *small)
     assert (off["huge_pages"], on["huge_pages"], off["runs"]) == ("off", "on", "1")
     assert float(off["over_off"]) == 1
     assert float(on["over_off"]) == pytest.approx(float(on["ms_per_step"]) / float(off["ms_per_step"]), rel=0.01)
