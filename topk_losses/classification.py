@@ -340,7 +340,7 @@ class ClassificationLoss(KeepsPrecision):
         if is_small or not self._can_repeat(logits):
             return compute(self, logits, classes, call)
 
-        as_it_is = copy.copy(self)  # settings may be assigned before the backward pass
+        as_it_is = self._as_it_is()
 
         def compute_chunk(
             logits: Tensor, classes: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None
@@ -376,7 +376,7 @@ class ClassificationLoss(KeepsPrecision):
         if num_rows <= rows_at_once or not self._can_repeat(logits):
             return compute(self, logits, call)
 
-        as_it_is = copy.copy(self)
+        as_it_is = self._as_it_is()
 
         def compute_chunk(logits: Tensor, _: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None) -> Tensor:
             return compute(as_it_is, logits, call._replace(inverse_temperature=inverse_temperature, p_k=p_k))
@@ -387,6 +387,12 @@ class ClassificationLoss(KeepsPrecision):
             beta, p_k, *_ = call.select(slice(number * rows_at_once, number * rows_at_once + len(rows)))
             losses.append(Recomputed.apply(compute_chunk, rows, no_classes, beta, p_k))
         return torch.cat(losses)
+
+    def _as_it_is(self) -> Self:
+        """Return a copy with the settings of now, also those in buffers: the backward pass may find others."""
+        kept = copy.copy(self)
+        kept._buffers = dict(self._buffers)
+        return kept
 
     def _can_repeat(self, logits: Tensor) -> bool:
         """Tell whether the backward pass may compute a loss again."""

@@ -260,11 +260,22 @@ def make_operator(
         setting = "distribution" if distribution is not None else "art_lambda"
         value = distribution if distribution is not None else art_lambda
         raise refuse_setting(setting, value, str(method))
-    if distribution is None:
-        distribution = operator.distribution
-    if art_lambda is None:
+    return RelaxedNetwork(operator.construction, *resolve_sigmoid(operator, distribution, art_lambda))
+
+
+def resolve_sigmoid(
+    operator: RelaxedNetwork, distribution: str | None, art_lambda: float | None
+) -> tuple[str, float | None]:
+    """Return the settings of a network's sigmoid function, those of the operator where none are given.
+
+    The operator's art_lambda belongs to its distribution.
+
+    Raises:
+        ValueError: an unknown distribution, or an art_lambda that does not fit.
+    """
+    if art_lambda is None and distribution in (None, operator.distribution):
         art_lambda = operator.art_lambda
-    return RelaxedNetwork(operator.construction, distribution, art_lambda)
+    return check_sigmoid(distribution or operator.distribution, art_lambda)
 
 
 NETWORKS_ALONE = "relaxed networks (odd_even, bitonic, splitter_selection)"
@@ -304,12 +315,13 @@ def resolve_settings(
     """
     method = resolve_method(method)
     spec = METHODS[method]
-    is_network = isinstance(spec.operator, RelaxedNetwork)
+    operator = spec.operator
+    is_network = isinstance(operator, RelaxedNetwork)
     applies = {
         "inverse_temperature": spec.inverse_temperature is not None,
         "distribution": is_network,
         "art_lambda": is_network,
-        "top1_mode": spec.operator is not None,
+        "top1_mode": operator is not None,
     }
     settings = ResolvedSettings(
         inverse_temperature=inverse_temperature, distribution=distribution, art_lambda=art_lambda, top1_mode=top1_mode
@@ -318,11 +330,11 @@ def resolve_settings(
         if value is not None and not applies[name]:
             raise refuse_setting(name, value, method)
     settings["inverse_temperature"] = resolve_inverse_temperature(spec, inverse_temperature)
-    if is_network:
-        distribution, art_lambda = check_sigmoid(distribution, art_lambda)
+    if isinstance(operator, RelaxedNetwork):
+        distribution, art_lambda = resolve_sigmoid(operator, distribution, art_lambda)
         settings["distribution"] = distribution
         settings["art_lambda"] = art_lambda
-    if spec.operator is not None:
+    if operator is not None:
         settings["top1_mode"] = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
     return settings
 

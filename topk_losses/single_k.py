@@ -28,14 +28,17 @@ class SingleKLoss(ClassificationLoss):
 
     def __init__(self, k: SupportsIndex, **common: Unpack[CommonSettings]) -> None:
         super().__init__(**common)
-        num_others = None
+        self.k = checks.check_k(k)
         if self.num_classes is not None:
-            num_others = self.num_classes - 1
-        self.k = checks.check_k(k, num_others)
+            self._check_k(self.num_classes)
 
     def check_k_of(self, logits: Tensor) -> None:
         """Raise ValueError unless k is below the number of classes."""
-        checks.check_k(self.k, logits.shape[1] - 1)
+        self._check_k(logits.shape[1])
+
+    def _check_k(self, n: int) -> None:
+        if self.k >= n:
+            raise ValueError(f"k must be below the number of classes n={n}, got {self.k}")
 
 
 class TruncatedEntropyLoss(SingleKLoss):

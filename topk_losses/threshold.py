@@ -188,18 +188,13 @@ class ThresholdOperator(TopKOperator):
     ) -> Tensor:
         """Compute the soft top-k indicator, in [0, 1], which sums to k over the classes.
 
-        k may be any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient. n counts the
-        classes that are not masked out. The other arguments are those of permutation_matrix.
+        k may be any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient. Where k classes or
+        fewer are not masked out, each of them has 1. The other arguments are those of permutation_matrix.
         """
         scores = checked_scores(logits)
         beta = self._checked_temperature(inverse_temperature)
-        n = logits.shape[-1]
+        largest_k = check_number_of_classes(k, logits.shape[-1])
         k = torch.as_tensor(k, dtype=scores.dtype, device=scores.device)
-        largest_k = n
-        if has_known_values(k) and k.numel():
-            if not bool(((k > 0) & (k <= n)).all()):
-                raise ValueError(f"k must lie in (0, n={n}], got {k.tolist()}")
-            largest_k = math.ceil(float(k.detach().max()))
         k_of_rows = k.expand(logits.shape[:-1]).reshape(-1, 1)  # (rows, 1)
         with full_precision(logits.device):
             z = self._scaled(scores, beta)
@@ -234,6 +229,24 @@ class ThresholdOperator(TopKOperator):
         """Compute log f(t), or f(t) itself where it reaches 0; f is 1 where a class is certain to be within k."""
         certainty = torch.inf + 0 * theta.detach()  # NaN stays
         return FAMILIES[self.family].value(torch.where(is_certain, certainty, t))
+
+
+def check_number_of_classes(k: SupportsIndex | float | Tensor, n: int) -> int:
+    """Return the largest k, rounded up; n where the numbers of a tensor cannot be read.
+
+    Raises:
+        ValueError: some k does not lie in (0, n].
+    """
+    if isinstance(k, Tensor):
+        if not has_known_values(k) or k.numel() == 0:
+            return n
+        smallest, largest = map(float, k.detach().aminmax())
+    else:
+        smallest = largest = float(k)
+    if not (smallest > 0 and largest <= n):
+        got = k.tolist() if isinstance(k, Tensor) else k
+        raise ValueError(f"k must lie in (0, n={n}], got {got}")
+    return math.ceil(largest)
 
 
 @dataclass(frozen=True)

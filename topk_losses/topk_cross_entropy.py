@@ -295,10 +295,17 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return list(range(1, call.p_k.shape[1] + 1))
 
     def _rank_weights(self, logits: Tensor, call: CallSettings) -> Tensor:
-        """Return P_K of these ranks, (1 or rows, J, 1 or n)."""
+        """Return P_K of these ranks, (1 or rows, J, 1 or n).
+
+        Raises:
+            ValueError: P_K has a row for each class of another number of classes.
+        """
         if call.p_k is not None:
             return call.p_k.to(logits).unsqueeze(2)
         assert call.rank_weights is not None  # settings_of_call
+        num_rows = call.rank_weights.shape[2]
+        if num_rows not in (1, logits.shape[1]):
+            raise ValueError(f"p_k has a row for each of {num_rows} classes, but the logits have {logits.shape[1]}")
         return call.rank_weights.to(logits)
 
     def _has_softmax_term(self, call: CallSettings) -> bool:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, one_hot, pad
 from torch.utils.checkpoint import checkpoint
 
 from tests import methods, reference
@@ -440,23 +440,27 @@ def test_what_is_set_after_the_forward_pass_changes_no_gradient_of_it(method, m,
         ("splitter_selection", {"m": 8}, "noise_rate", 0.3),
         ("splitter_selection", {"m": 8}, "m", 6),
         ("lapsum", {}, "top1_mode", "smce"),
+        ("forward_correction", {"T": torch.eye(12)}, "T", torch.full((12, 12), 1 / 12)),
     ],
 )
 def test_no_setting_that_is_assigned_after_the_forward_pass_changes_its_gradient(
     method, settings, name, value, monkeypatch
 ):
+    """With smoothing, every class is a label, and without it two of each row."""
     monkeypatch.setattr(classification, "SCORES_AT_ONCE", 40)
     monkeypatch.setattr(classification, "SCORES_OF_ROWS", 40)
     logits, labels = random_batch()
     logits.requires_grad_()
-    gradients = []
-    for is_changed in (False, True):
-        loss_fn = make_loss(method, p_k_of(method, 3), 12, label_smoothing=0.1, **settings)
-        loss = loss_fn(logits, labels)
-        if is_changed:
-            setattr(loss_fn, name, value)
-        gradients.append(torch.autograd.grad(loss, logits)[0])
-    assert torch.equal(*gradients)
+    target = one_hot(labels, 12).double().lerp(one_hot(labels.roll(1), 12).double(), 0.3)
+    for smoothing in (0.0, 0.1):
+        gradients = []
+        for is_changed in (False, True):
+            loss_fn = make_loss(method, p_k_of(method, 3), 12, label_smoothing=smoothing, **settings)
+            loss = loss_fn(logits, target)
+            if is_changed:
+                setattr(loss_fn, name, value)
+            gradients.append(torch.autograd.grad(loss, logits)[0])
+        assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("method", [method for method in LEARNABLE if METHODS[method].takes != "top-1"])

@@ -103,7 +103,7 @@ CONSTRUCTIONS = [
     (partial(make_loss, "symmetric_cross_entropy"), "A", [0.0, -INF, NAN], "below 0"),
     (partial(make_loss, "nce_rce"), "alpha", [-1], "alpha must be a finite number >= 0"),
     *((loss, "p_k", [[0.5, 0.5], 0], "single k") for loss in SINGLE_K),
-    *((loss, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for loss in SINGLE_K),
+    *((loss, "num_classes", [5], "k must be below .* n=5, got 5|only 5 scores") for loss in SINGLE_K),
     *((loss, "soft_labels", ["any"], "has one true class; it knows no soft") for loss in (*SINGLE_K, *TOP1)),
     # operators
     (partial(make_operator("softsort").permutation_matrix, torch.zeros(2, 9)), "k", [10], "n=9, got 10"),
@@ -220,6 +220,15 @@ plain = TopKCrossEntropyLoss
 ANY = partial(build, "softsort", soft_labels="any")
 COUNTS_OF_9 = partial(make_loss, "noised_topk", 2, class_counts=[1] * 9)
 MATRIX_OF_3 = partial(make_loss, "forward_correction", T=torch.eye(3))
+
+
+def rows_of_12():
+    """A loss with a P_K for each of 12 classes, whose number is no longer said."""
+    loss = make_loss("softsort", [[0.5, 0.5]] * 12, num_classes=12)
+    loss.num_classes = None
+    return loss
+
+
 CALLS = [
     (build, torch.zeros(4, 10, dtype=torch.long), LABELS, TypeError, "floating-point"),
     (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
@@ -245,9 +254,29 @@ CALLS = [
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
     (COUNTS_OF_9, LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),
     (MATRIX_OF_3, LOGITS, LABELS, ValueError, "T is for 3 classes, but .* 10"),
+    *(
+        (rows_of_12, LOGITS, target, ValueError, "a row for each of 12 classes, but .* 10")
+        for target in (LABELS, one_hot(LABELS, 10).float())
+    ),
     (partial(plain, p_k=12), LOGITS, LABELS, ValueError, "p_k reaches rank 12, but only 10 scores are sorted"),
-    *((loss, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for loss in SINGLE_K),
+    *(
+        (loss, LOGITS[:, :5], LABELS, ValueError, "k must be below the number of classes n=5, got 5")
+        for loss in SINGLE_K
+    ),
 ]
+
+
+WHERE_NONE_CAN_BE_READ = [(topk_mask, "meta"), (torch.compile(topk_mask, backend="eager"), "cpu")]
+
+
+@pytest.mark.parametrize(("call", "device"), WHERE_NONE_CAN_BE_READ, ids=["meta", "compiled"])
+@pytest.mark.parametrize("method", ["lml", "lapsum", "sparse_topk", "capped_softmax", "soft_topk", "softsort"])
+def test_a_k_that_is_a_number_is_checked_where_those_of_tensors_cannot_be_read(method, call, device):
+    x = torch.zeros(2, 6, device=device)
+    assert call(x, 2, method).shape == (2, 6)
+    for k in (0, 7, -1):
+        with pytest.raises(ValueError, match="k must"):
+            call(x, k, method)
 
 
 @pytest.mark.parametrize(("construct", "logits", "labels", "error", "message"), CALLS)

@@ -489,9 +489,23 @@ def test_a_network_keeps_the_settings_that_make_operator_is_not_given():
     network = RelaxedNetwork("bitonic", "logistic_phi", 0.2)
     assert make_operator(network, distribution="logistic_phi") == network
     assert make_operator(network, art_lambda=0.3) == RelaxedNetwork("bitonic", "logistic_phi", 0.3)
-    assert make_operator(RelaxedNetwork("bitonic", "cauchy"), distribution="gaussian") == RelaxedNetwork(
-        "bitonic", "gaussian"
-    )
+    for other in (network, RelaxedNetwork("bitonic", "cauchy")):
+        assert make_operator(other, distribution="gaussian") == RelaxedNetwork("bitonic", "gaussian")
+
+
+@pytest.mark.parametrize("network", [RelaxedNetwork("bitonic", "cauchy"), RelaxedNetwork("odd_even", art_lambda=0.2)])
+def test_a_registered_network_is_trained_as_it_is(network):
+    """By make_loss, and with the settings that scripts write to their rows."""
+    logits, labels = random_batch()
+    try:
+        register_operator("mine", network)
+        want = TopKCrossEntropyLoss(network, 3)(logits, labels)
+        torch.testing.assert_close(make_loss("mine", 3)(logits, labels), want)
+        settings = topk_losses.resolve_settings("mine")
+        assert (settings["distribution"], settings["art_lambda"]) == (network.distribution, network.art_exponent)
+        torch.testing.assert_close(make_loss("mine", 3, **settings)(logits, labels), want)
+    finally:
+        METHODS.pop("mine", None)
 
 
 CONSTANTS_OF_A_LOSS = {
