@@ -218,8 +218,11 @@ def identifying(script: str) -> list[Setting]:
     return [setting for setting in SETTINGS if script in setting.scripts]
 
 
-def script_of(row: Mapping[str, str]) -> str:
-    """The script that made a row, by the cells that only its rows have; a file may have rows of several scripts."""
+def script_of(row: Mapping[str, Any]) -> str:
+    """The script that made a row, by the cells that only its rows have; a file may have rows of several scripts.
+
+    A configuration has these settings, too.
+    """
     if row.get("arm"):
         return BEAM
     if row.get("k") or row.get("prediction"):
@@ -244,7 +247,12 @@ def run_id(script: str, config: Mapping[str, Any], readable: str) -> str:
 
 
 def columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run as its row has them, without those of the call; None where a setting is not used."""
+    """The settings of a run as its row has them, without those of the call.
+
+    None where a run is without a setting unless the flag is given, as it is here; elsewhere even a value that is the
+    same as none stands there, such as the weight decay 0 of a script whose default is another.
+    """
+    script = script_of(config)
     row = {}
     for name, value in config.items():
         if name not in BY_NAME:
@@ -254,7 +262,9 @@ def columns(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, Path):
             value = portable(value)
-        row[name] = value if setting.is_used(value) else None
+        row[name] = value
+        if script in setting.optional and not setting.is_used(value):
+            row[name] = None
     return row
 
 

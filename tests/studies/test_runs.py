@@ -98,6 +98,11 @@ def config_of(script: str, words: list[str], num_rows: int = 2000) -> dict:
     return finetune_imagenet.configuration(args, 0, protocol, finetune_imagenet.Source(data, rows, {}))
 
 
+def cells_of(config: dict) -> dict[str, str]:
+    """The settings of a row."""
+    return {name: settings.cell(value) for name, value in settings.columns(config).items()}
+
+
 @pytest.mark.parametrize("script", PROTOCOLS)
 def test_the_protocols_are_those_of_the_scripts_with_a_million_rows(script):
     config = config_of(script, ["--method", "softmax_cross_entropy"], num_rows=1_200_000)
@@ -128,7 +133,7 @@ OTHERS[settings.inverse_temperature] = "0.7"
 def test_a_row_is_that_of_a_command_whose_flags_and_defaults_it_has(command):
     """Not with another value of any setting that a flag gives; an empty cell of an older row may be the default."""
     script, *words = command.split()
-    row = {name: settings.cell(value) for name, value in settings.columns(config_of(script, words)).items()}
+    row = cells_of(config_of(script, words))
     (run,) = expected_runs(f"{runs.PYTHON} {command}")
     run = {name: value for name, value in run.items() if name not in parse_flags(PROTOCOLS.get(script, ""))}
     assert RunIndex([row]).find(run) == [0]
@@ -162,6 +167,21 @@ def flags_of_rows(script: str) -> list[Setting]:
     """The settings by which runs of a script differ and that a flag gives, except the seed."""
     known = vars(PARSE[script](["--method", "lapsum"])).keys() - {"seed"}
     return [item for item in settings.SETTINGS if item.flag and item.name in known and runs.is_compared(item)]
+
+
+@pytest.mark.parametrize("script", PARSE.keys() - {runs.BEAM_SEARCH})  # whose runs have all settings
+def test_a_value_that_is_as_none_is_the_default_where_none_is(script):
+    """Elsewhere its row has the value, with which it is found, and not by the command without the flag."""
+    words = ["--method", "lapsum"]
+    for setting in flags_of_rows(script):
+        if setting.unused is None or setting.kind is settings.boolean:  # a flag without a value
+            continue
+        given = [*words, setting.flag, settings.cell(setting.unused)]
+        row, plain = (cells_of(config_of(script, flags)) for flags in (given, words))
+        assert RunIndex([row]).find(parse_flags(command_of(row)) | {"seed": 0}) == [0]
+        is_default = row == plain
+        assert RunIndex([row]).find({"method": "lapsum"}) == [0] * is_default
+        assert is_default or f"{setting.flag} {settings.cell(setting.unused)}" in command_of(row)
 
 
 @pytest.mark.parametrize("setting", flags_of_rows(runs.IMAGENET), ids=lambda setting: setting.name)
