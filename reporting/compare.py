@@ -61,7 +61,8 @@ def half_width(std: float, n: int) -> float:
 
 
 def interval(values: pd.Series) -> Interval:
-    """The mean of values with its interval."""
+    """The mean of values with its interval; NaN is no value."""
+    values = values.dropna()
     return Interval(mean(values), half_width(values.std(), len(values)))
 
 
@@ -79,7 +80,8 @@ def over_seeds(draws: Sequence[pd.Series]) -> Interval:
 
 
 def p_value(values: pd.Series) -> float:
-    """Of a t test of no difference."""
+    """Of a t test of no difference; NaN is no value."""
+    values = values.dropna()
     n = len(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         statistic = abs(np.divide(values.mean(), values.std() / math.sqrt(max(n, 1))))
@@ -100,6 +102,8 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, bool]:
 def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """The runs of a configuration minus those of another, a row per seed that both have.
 
+    A metric that one of both lacks is NaN: data without a test split, or with too few phonemes for a beam of 8.
+
     Raises:
         ValueError: the runs are of several configurations.
     """
@@ -109,7 +113,7 @@ def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -
                 raise ValueError(f"a difference is between two settings, got runs with several {name}")
     own = runs.groupby("seed")[list(metrics)].mean()
     base = baseline.groupby("seed")[list(metrics)].mean()
-    return (own - base).dropna()
+    return (own - base).dropna(how="all")
 
 
 class Spread(NamedTuple):

@@ -103,6 +103,19 @@ def test_differences_are_of_paired_seeds():
     assert p_value(found) == pytest.approx(stats.ttest_1samp(gains, 0).pvalue)
 
 
+def test_a_metric_that_one_side_lacks_leaves_the_others():
+    """As of data without a test split."""
+    own = runs(seed=[0.0, 1.0, 2.0], top1=[62.1, 62.4, 63.8], test=[50.0, 51.0, 52.0])
+    base = runs(seed=[0.0, 1.0, 2.0], top1=[61.0, 62.5, 60.4], test=math.nan)
+    found = paired(own, base, ["top1", "test"])
+    assert found["top1"].to_numpy() == pytest.approx([1.1, -0.1, 3.4])
+    assert interval(found["top1"]) == interval(found["top1"].reset_index(drop=True))
+    assert math.isnan(interval(found["test"]).mean)
+    assert math.isnan(p_value(found["test"]))
+    none = paired(own, base.assign(seed=[7.0, 8.0, 9.0]), ["top1", "test"])
+    assert none.empty
+
+
 def test_a_difference_of_several_settings_is_refused():
     mixed = runs(seed=[0.0, 1.0], top1=[1.0, 2.0]).assign(lr=[0.1, 0.2])
     with pytest.raises(ValueError, match="several lr"):
