@@ -168,7 +168,7 @@ def list_shards(args: argparse.Namespace, backbone: Backbone, splits: Mapping[st
 
 def extract(args: argparse.Namespace, processes: Processes) -> None:
     """Make the missing shards, and the output of all when they are there."""
-    if args.backbone is not None:
+    if args.backbone is not None and processes.count > 1:
         processes.from_first(lambda: timm_backbone(args.backbone, args.weights).name)  # one process downloads
     backbone, trained = open_backbone(args)
     splits = open_splits(args, backbone, trained)
@@ -197,7 +197,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         info = describe(args, backbone, splits) | training_of(trained) | made_of
         save_torch_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
         lock.release()
-        shutil.rmtree(parts)
+        shutil.rmtree(parts, ignore_errors=True)  # another command that finds the output deletes them, too
         rows = ", ".join(f"{len(split)} {name}" for name, split in splits.items())
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
 

@@ -130,7 +130,8 @@ def add_noise_flags(parser: argparse.ArgumentParser) -> None:
 
 def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
     """The command's flags with the loss flags of one --also, and its learning rate and weight decay if given."""
-    parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage="loss flags, --lr, --weight_decay", add_help=False)
+    usage = "loss flags, --lr, --weight_decay"
+    parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage=usage, add_help=False, allow_abbrev=False)
     flags.add_loss_flags(parser)
     add_noise_flags(parser)
     flags.add_learning_rate_flags(parser, args.weight_decay)

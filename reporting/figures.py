@@ -63,6 +63,7 @@ def method_styles() -> dict[str, dict[str, str]]:
 
 
 STYLE = method_styles()
+OTHER_STYLE = {"color": "black", "marker": "."}  # of a user's own method, or of the embeddings as they are
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
 TITLES = ACCURACIES | {metric: f"{label} (%)" for metric, label in LAST_VALID.items()}
 ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
@@ -110,7 +111,7 @@ def legend_of(rows: pd.DataFrame) -> str:
 
 def draw_line(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
     """Draw the mean of y against x with its 95 % band."""
-    style = STYLE[rows["method"].iloc[0]]
+    style = STYLE.get(rows["method"].iloc[0], OTHER_STYLE)
     found = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"])
     half = halves(found["std"], found["count"])
     axis.plot(found["mean"], label=legend_of(rows), markevery=max(1, len(found) // 8), **style)
@@ -178,7 +179,7 @@ def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
 
 def draw_dot(axis: Axes, place: int, row: dict, panel: Panel, least: float) -> None:
     """Draw a value with its interval, and hollow what stands beside it; below `least`, write it at the edge."""
-    style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
+    style = STYLE.get(row["method"], OTHER_STYLE) | {"linestyle": ""}
     outside = []
     if row.get(panel.value, math.nan) < least:
         outside.append(markdown.fixed(row[panel.value], panel.digits).replace("-", markdown.MINUS))
@@ -253,7 +254,7 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
     ends = epochs.published_ends(path, table)
     for axis, metric in zip(figure.axes, METRICS):
         for run_id, method in table.groupby("run_id")["method"].first().items():
-            axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE[method])
+            axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE.get(method, OTHER_STYLE))
         axis.set_ylim(bottom={"test_top1": 45, "test_top5": 75}[metric])
     return save(figure, folder, path.stem, "A line per run, mean of 5 epochs; hollow: published, 200 epochs.")
 

@@ -146,7 +146,7 @@ def api(*names: str) -> str:
                     {title: f"`{item}`", "default": default_in_signature(value, item), "meaning": escaped(meaning)}
                 )
             if rows:
-                found.append(pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True))
+                found.append(markdown.plain_table(rows))
         for heading in ("Returns", "Raises"):
             if heading in parts:
                 found.append(f"{heading}: {escaped(parts[heading])}")

@@ -73,7 +73,10 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     chosen = line.iloc[:0]
     if len(constant):
         chosen = groups.get_group(constant.idxmax())
-    default = METHODS[line["method"].iloc[0]].inverse_temperature
+    default = None
+    method = METHODS.get(line["method"].iloc[0])
+    if method is not None:  # not a user's own
+        default = method.inverse_temperature
     cells = best_cells(chosen, means["number"], default)
     for metric, label in METRICS.items():
         cells[label] = markdown.mean_std(chosen[metric])

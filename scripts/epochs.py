@@ -1,11 +1,11 @@
-"""Gather what each epoch of a table's runs gave, finished or not: at a constant rate the result of so many epochs.
+"""Gather what each epoch of train_cifar100.py's runs gave: at a constant rate the result of so many epochs.
 
     python scripts/epochs.py results/table1.csv                        # -> results/table1_epochs.csv
     python scripts/epochs.py results/table1.csv --runs FOLDER          # the runs of another clone
 
-A table's runs are those of its rows, and those that write to it; a row without epochs is named. Runs that the file has
-already stay, with columns of your own, unless the folder has more of their epochs, or as many others. A run folder that
-cannot be read is named and left out. Accuracies are fractions.
+A table's runs are those of its rows, and those that write to it, finished or not; a row without epochs is named. Runs
+that the file has already stay, with columns of your own, unless the folder has more of their epochs, or as many others.
+A run folder that cannot be read is named and left out. Accuracies are fractions.
 """
 
 import argparse
@@ -25,7 +25,7 @@ OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "
 
 
 def epochs_of(config: Path, results: str, run_ids: Collection[str]) -> list[Row]:
-    """The epochs of a run as rows; none if it has none, or is no run of the table.
+    """The epochs of a run as rows; none if it has none, is no run of the table, or one of another script.
 
     Args:
         results: name of the table's file. A run names the last file alone to which its row was written.
@@ -37,7 +37,7 @@ def epochs_of(config: Path, results: str, run_ids: Collection[str]) -> list[Row]
     flags = json.loads(config.read_text(encoding="utf-8"))
     history = config.with_name(HISTORY_FILES["epoch"])
     is_of_table = flags["run_id"] in run_ids or Path(flags["results"]).name == results
-    if not is_of_table or not history.is_file():
+    if not is_of_table or settings.script_of(flags) != settings.CIFAR or not history.is_file():
         return []
     run = {name: settings.cell(flags[name]) for name in OF_THE_RUN if name in flags}
     rows = []
@@ -84,7 +84,9 @@ def gather(results: Path, runs: Path) -> str:
     run_ids = [row["run_id"] for row in read_rows(results)]
     found = found_in(runs, results.name, run_ids)
     if not found:
-        raise ValueError(f"{runs} holds no run that writes to {results.name}; name its folder by --runs")
+        raise ValueError(
+            f"{runs} holds no run of {settings.CIFAR}.py that writes to {results.name}: --runs names a folder"
+        )
     output = results.with_stem(f"{results.stem}_epochs")
     with locked(output):
         known = by_run(read_rows(output))
@@ -118,7 +120,7 @@ def with_ordered_columns(rows: list[Row]) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Gather the epochs of a table's runs.")
+    parser = argparse.ArgumentParser(description="Gather the epochs of a table's runs, those of train_cifar100.py.")
     parser.add_argument("results", type=Path, help="CSV file of the table, such as results/table1.csv")
     parser.add_argument("--runs", type=Path, help="folder of the runs (default: runs, beside the table)")
     args = parser.parse_args(argv)

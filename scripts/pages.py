@@ -224,8 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "pages.py", allow_abbrev=False, description="Write the generated parts of the pages."
     )
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page would change")
-    parser.add_argument("--figures", action="store_true", help="also draw the figures of docs/figures")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page would change")
+    does.add_argument("--figures", action="store_true", help="also draw the figures of docs/figures")
     args = parser.parse_args(argv)
     status = 0
     for page in pages():

@@ -158,6 +158,8 @@ def heads_options(args: argparse.Namespace) -> dict:
     if "/" in data or Path(data).suffix:
         check_files([data])
     options = {"embeddings": embeddings_id(data)}
+    if args.num_valid == 0 and Path(data).is_file():
+        check_has_valid_split(Path(data))
     if args.methods:
         from studies.heads import KNOWN
 
@@ -171,6 +173,14 @@ def heads_options(args: argparse.Namespace) -> dict:
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     return options
+
+
+def check_has_valid_split(path: Path) -> None:
+    """Raise ValueError if a file has no rows of its own that validate."""
+    from data.embeddings import load_embeddings  # loads PyTorch
+
+    if "valid" not in load_embeddings(path).splits:
+        raise ValueError(f"--num_valid 0: {path} has no rows of its own that validate; give a number")
 
 
 def study_of_own_features(args: argparse.Namespace) -> Tuned:
@@ -193,7 +203,9 @@ def study_of_own_features(args: argparse.Namespace) -> Tuned:
     if data.num_classes < own_features.LEAST_CLASSES:
         raise ValueError(f"{path} has {data.num_classes} classes: a top-k loss needs at least 3")
     num_rows = len(data["train"])
-    num_valid = args.num_valid or own_features.num_valid_of(num_rows)
+    num_valid = args.num_valid
+    if num_valid is None:
+        num_valid = own_features.num_valid_of(num_rows)
     if "valid" in data.splits:
         if args.num_valid:
             raise ValueError(f"--num_valid: {path} has {len(data['valid'])} rows that validate")
@@ -256,7 +268,7 @@ def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> 
     if relabel.is_written(written):
         return
     if args.starts_nothing:
-        print(" ".join([".venv/bin/python", "scripts/relabel.py", *words]))
+        print(shlex.join([".venv/bin/python", "scripts/relabel.py", *words]))
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     relabel.write(written, replaces=True)

@@ -50,7 +50,7 @@ COLUMNS = {
     "pretrain_seconds": "wall-clock seconds of that pretraining, evaluation and saving excluded",
     "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",
     "eval_seconds": "wall-clock seconds spent in evaluation",
-    "images_per_second": "training images (loading, forward, backward, step) per second of train_seconds",
+    "images_per_second": "of older runs: training images per second of train_seconds",
     "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
     "device_name": "model of the GPU or CPU; a, then b: resumed on b",
     "torch_version": "PyTorch; a, then b: resumed under b",

@@ -33,12 +33,17 @@ def given(parser: ArgumentParser, argv: Sequence[str] | None, args: Namespace) -
 
 # Argument types.
 
+NUMBERS = {int: "whole number", float: "number"}
+
 
 def number(kind: Callable[[str], float], lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
     """An argument type for an int or a float within bounds."""
 
     def parse(text: str) -> float:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is no {NUMBERS[kind]}") from None
         if not lowest <= value <= highest:
             raise ArgumentTypeError(f"{text} is not between {lowest:g} and {highest:g}")
         return value

@@ -66,6 +66,14 @@ def test_the_epochs_of_a_training_run_are_those_of_its_row(trained, tmp_path):
     assert not found
 
 
+@pytest.mark.parametrize("name", ["knn", "heads", "beam"])
+def test_a_file_of_another_script_has_no_epochs(trained, name, capsys):
+    """Those of a nearest-neighbour classifier have other columns."""
+    with pytest.raises(ValueError, match=rf"holds no run of train_cifar100\.py that writes to {name}\.csv"):
+        epochs.main([str(trained / f"{name}.csv")])
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_of_epochs_keeps_its_cells_and_a_pipe_in_a_run_folder_is_passed_over(write_run, tmp_path):
     write_run("a", 2)
     for name in ("config.json", "epochs.csv"):
@@ -109,7 +117,9 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
         message = capsys.readouterr().err
         assert all(f"bad{number} cannot be read and is left out" in message for number in range(3))
         pd.read_csv(output, dtype=str).assign(my_note="mine").to_csv(output, index=False)
-    with pytest.raises(ValueError, match=r"holds no run that writes to t\.csv"):  # though the file has rows
+    with pytest.raises(
+        ValueError, match=r"holds no run of train_cifar100\.py that writes to t\.csv"
+    ):  # though the file has rows
         epochs.main([str(table), "--runs", str(tmp_path / "absent")])
     rows = rows_of(output)
     assert [row["run_id"] + row["epoch"] for row in rows] == ["a1", "a2", "b1", "b2", "b3"]

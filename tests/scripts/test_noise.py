@@ -297,19 +297,20 @@ def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(fil
 
 
 def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_loss(right, tmp_path, capsys):
-    words = ["noise", str(right[0]), "--folder", str(tmp_path), "--labels", "blocks_.2", "right", "--dry-run"]
-    before = sorted(tmp_path.iterdir())
+    folder = tmp_path / "labels of mine"  # a path that needs quotes
+    words = ["noise", str(right[0]), "--folder", str(folder), "--labels", "blocks_.2", "right", "--dry-run"]
     assert study.main(words) == 0
-    assert sorted(tmp_path.iterdir()) == before  # a dry run starts nothing
+    assert not folder.exists()  # a dry run starts nothing
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
     for _, script, *flags in lines:
         if script == "scripts/relabel.py":
             assert not is_written(flags)
+            folder.mkdir(exist_ok=True)
             assert relabel.main(flags) == 0
             assert is_written(flags)
     passes = [parse_arguments(flags) for _, script, *flags in lines if script != "scripts/relabel.py"]
     for labels, number in (("blocks_.2", 18), ("right", 16)):  # the matrices of right labels are the identity
-        own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
+        own = [args for args in passes if args.data_path == str(folder / f"{labels}.pt")]
         assert len(own) == 2 * number
         assert {(1 + len(args.also), *args.seed, args.eval_freq, str(args.results)) for args in own} == {
             (15, 0, 0, f"results/noise/{labels}_trials.csv")
@@ -318,9 +319,9 @@ def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_
         matrices = {args.noise_matrix for args in own} - {None}
         assert len(matrices) == 2 * (labels == "blocks_.2")
         assert all(matrix.is_file() for matrix in matrices)
-    assert load_embeddings(tmp_path / "right.pt").info["labels"] == "right"
+    assert load_embeddings(folder / "right.pt").info["labels"] == "right"
     with pytest.raises(ValueError, match="--human must name"):
-        study.main(["noise", str(right[0]), "--folder", str(tmp_path), "--dry-run"])
+        study.main(["noise", str(right[0]), "--folder", str(folder), "--dry-run"])
 
 
 def test_a_cached_file_of_labels_that_is_of_other_embeddings_is_written_again(right, tmp_path):

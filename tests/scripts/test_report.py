@@ -605,6 +605,15 @@ def test_every_file_that_a_script_writes_has_a_table(trained, capsys, name):
     assert cells(capsys.readouterr().out, "")
 
 
+@pytest.mark.parametrize(("name", "flags"), [("temperature", ["--temperatures"]), ("cifar", []), ("knn", [])])
+def test_a_method_of_one_s_own_has_tables_and_figures(trained, temperatures, write, tmp_path, capsys, name, flags):
+    made_of = temperatures if name == "temperature" else rows_of(trained / f"{name}.csv")
+    rows = [row | {"method": re.sub("lml|neuralsort", "mine", row["method"])} for row in made_of]
+    assert report.main([str(write(*rows)), *flags, "--figures", str(tmp_path / "figures")]) == 0
+    assert "mine" in capsys.readouterr().out
+    assert list((tmp_path / "figures").glob("*.svg"))
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(("column", "reason"), [("warmup", "differ in warmup"), ("run_id", "no column tells apart")])
 def test_a_seed_that_stands_twice_in_a_line_is_refused(trained, made, name, column, reason):

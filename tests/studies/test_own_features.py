@@ -80,6 +80,7 @@ def test_every_loss_has_the_same_places_in_the_ranges_that_all_have(tmp_path):
         ({"num_classes": 2}, [], "has 2 classes: a top-k loss needs at least 3"),
         ({}, ["--num_valid", "60"], "--num_valid 60 must be at least 1 and leave some of 60 rows to train"),
         ({}, ["--num_valid", "-5"], "--num_valid -5 must be at least 1"),
+        ({}, ["--num_valid", "0"], "--num_valid 0 must be at least 1"),
         ({"splits": ("train", "valid", "test")}, ["--num_valid", "5"], "has 60 rows that validate"),
         ({}, ["--losses", "smooth_topk"], "there is no smooth_topk; choose among cross_entropy"),
         ({}, ["--lr", "0.1"], "takes no --lr beside its own"),
@@ -88,6 +89,14 @@ def test_every_loss_has_the_same_places_in_the_ranges_that_all_have(tmp_path):
 def test_what_does_not_fit_is_refused_before_anything_runs(made, words, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         studied(embeddings(tmp_path / "own.pt", **made), *words)
+
+
+def test_linear_classifiers_take_no_validation_from_a_file_that_has_none(tmp_path):
+    words = ["heads", str(embeddings(tmp_path / "own.pt")), "--num_valid", "0", "--dry-run"]
+    with pytest.raises(ValueError, match=r"--num_valid 0: .*own\.pt has no rows of its own that validate"):
+        script.main(words)
+    with_split = embeddings(tmp_path / "own.pt", splits=("train", "valid", "test"))
+    assert script.main(["heads", str(with_split), *words[2:]]) == 0
 
 
 def test_a_validation_split_of_the_file_is_the_one_that_chooses(tmp_path):
