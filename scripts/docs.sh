@@ -15,7 +15,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   main=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   docs=$(.venv-docs/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   echo "import site; site.addsitedir('$main')" > "$docs/main.pth"
-  .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r docs/requirements.txt
+  .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
   echo "$wanted" > "$stamp"
 fi
 NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build
