@@ -99,7 +99,7 @@ class Setting:
         flag: how a command gives it; "" for a value that the script computes.
         scripts: the scripts in whose run names it counts.
         unused: the value of a run that does not use the setting. Run names leave it out, so that a flag which is added
-            later changes no older name, and its cell is empty.
+            later changes no older name. Its cell is empty in rows of the scripts of `optional`.
         optional: the scripts whose runs are without it unless the flag is given: their cell is empty, 0 or false. In
             other scripts a value is filled in.
     """
@@ -249,8 +249,8 @@ def run_id(script: str, config: Mapping[str, Any], readable: str) -> str:
 def columns(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run as its row has them, without those of the call.
 
-    None where a run is without a setting unless the flag is given, as it is here; elsewhere even a value that is the
-    same as none stands there, such as the weight decay 0 of a script whose default is another.
+    A setting that is not used is None in scripts whose runs are without it unless the flag is given. In others its
+    value stands there: the weight decay 0 of a script whose default is another.
     """
     script = script_of(config)
     row = {}
