@@ -190,7 +190,7 @@ def numbers(cells: pd.Series) -> pd.Series:
     """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
     if (cells == "").all():  # most columns of most files
         return pd.Series(math.nan, index=cells.index, name=cells.name)
-    return pd.to_numeric(cells.replace("", None)).astype(float)
+    return cells.replace("", "nan").map(float)  # pandas.to_numeric of 2.1 loses the last digits
 
 
 def spelling_of(name: str) -> Callable[[str], str]:
