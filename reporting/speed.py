@@ -21,6 +21,7 @@ OFFICIAL = {
     "official_ms": "`difftopk` (ms)",
     "ours_over_cross_entropy": "Ours / cross-entropy",
 }
+RATIOS = ("official_over_ours", "ours_over_cross_entropy")
 HEADINGS = {"p_k": "P_K", "top1": "top-1", "top5": "top-5"}
 
 
@@ -41,9 +42,16 @@ def benchmark(file: Path, *columns: str) -> str:
     return f"{markdown.table(pd.DataFrame(shown))}\n\n`{file.name}`: {source}."
 
 
+def times(ratio: float) -> str:
+    """A ratio with one decimal below 10, and none above."""
+    decimals = int(ratio < 9.95)  # 9.95 is rounded to 10
+    return f"{ratio:,.{decimals}f}"
+
+
 def official(file: Path) -> str:
     """Our times beside the official package's, where both ran."""
     rows = read_text(file).query("official_ms != ''")
+    rows = rows.assign(**{name: numbers(rows[name]).map(times) for name in RATIOS})
     table = rows.assign(method="`" + rows["method"] + "`")[list(OFFICIAL)].rename(columns=OFFICIAL)
     machine = rows.iloc[0]
     threads = f"{machine['threads']} threads"
@@ -62,9 +70,9 @@ def training_steps() -> str:
     columns = {"CPU (ms)": first["ms_per_step"]}
     machines = []
     for name, label in STEPS.items():
-        times = step_times(name)
-        columns[f"{label} / cross-entropy"] = times["over_softmax"]
-        machines.append(f"`{name}.csv`: {times['device'].iloc[0]}")
+        steps = step_times(name)
+        columns[f"{label} / cross-entropy"] = steps["over_softmax"]
+        machines.append(f"`{name}.csv`: {steps['device'].iloc[0]}")
     table = pd.DataFrame(columns).reindex(first.index).drop(index="augmentation").fillna("").reset_index()
     return f"{markdown.table(table)}\n\n{'; '.join(machines)}."
 
@@ -93,10 +101,12 @@ def summary() -> str:
     on_one = numbers(read_text(BENCHMARKS / "losses_one_thread.csv")["official_over_ours"]).dropna()
     sparse = losses.loc[losses["official_path"] == "sparse", "method"].unique()
     through = " and ".join(f"`{method}`" for method in sparse)
+    fastest = f"{times(ratio.min())} to {times(ratio.max())} times"
+    fastest_on_one = f"{times(on_one.min())} to {times(on_one.max())} times"
+    medians = f"{times(ratio.median())} and {times(on_one.median())}"
     official = (
-        f"Our losses run {ratio.min():.1f} to {ratio.max():,.0f} times as fast as those of the official package "
-        f"`difftopk` on two CPU threads, and {on_one.min():.1f} to {on_one.max():,.0f} times on one. The medians of "
-        f"{len(ratio)} cases are {ratio.median():.1f} and {on_one.median():.1f}: seven losses at 128 x 100, and at "
+        f"Our losses run {fastest} as fast as those of the official package `difftopk` on two CPU threads, and "
+        f"{fastest_on_one} on one. The medians of {len(ratio)} cases are {medians}: seven losses at 128 x 100, and at "
         f"500 x 1,000 with m = 16. `difftopk` ran {through} through torch-sparse, and has no such path for the others."
     )
     return f"{cost} {others}\n\n{official}"
