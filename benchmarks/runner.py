@@ -13,6 +13,7 @@ import torch
 
 from experiments.common.files import replace_file
 from experiments.common.flags import make_parser, positive_int
+from experiments.common.paths import user_path
 from experiments.common.provenance import device_name, git_commit
 from topk_losses import METHODS
 
@@ -58,7 +59,7 @@ def parser(docstring: str, name: str, methods: str = "all", **numbers: int) -> a
     )
     made.add_argument(
         "--output",
-        type=Path,
+        type=user_path,
         default=RESULTS / name,
         help=f"CSV file for the result (default: results/benchmarks/{name})",
     )

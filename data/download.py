@@ -314,7 +314,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:22}{known.gigabytes:3} GB  {known.backbone} at {known.resolution} pixels")
         return 0
     try:
-        print(download(args.source, args.cache_dir, args.sha256, args.requester_pays))
+        cache_dir = args.cache_dir and args.cache_dir.expanduser()
+        print(download(args.source, cache_dir, args.sha256, args.requester_pays))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

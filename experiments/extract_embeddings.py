@@ -34,6 +34,7 @@ from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
 from experiments.common.files import allocate, lock_folder
+from experiments.common.paths import user_path
 from experiments.common.processes import Processes
 from experiments.common.run import load_checkpoint
 from experiments.common.torch_files import save_torch_file
@@ -63,18 +64,18 @@ class Shard(NamedTuple):
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     parser.add_argument("--dataset", help=f"folder of images, or {', '.join(DATASETS)}")
-    parser.add_argument("--train_dir", type=flags.path, help="folder of training images, instead of --dataset")
-    parser.add_argument("--test_dir", type=flags.path, help="folder of test images, instead of --dataset")
+    parser.add_argument("--train_dir", type=user_path, help="folder of training images, instead of --dataset")
+    parser.add_argument("--test_dir", type=user_path, help="folder of test images, instead of --dataset")
     network = parser.add_mutually_exclusive_group(required=True)
     network.add_argument("--backbone", help=f"network of timm, or of the paper: {', '.join(PAPER)}")
-    network.add_argument("--checkpoint", type=flags.path, help="run folder of train_cifar100.py, for its network")
+    network.add_argument("--checkpoint", type=user_path, help="run folder of train_cifar100.py, for its network")
     parser.add_argument(
         "--weights",
         default="pretrained",
         help=f"pretrained, none (random), {LITE}, or the file of a state dict (default: %(default)s)",
     )
     parser.add_argument("--resolution", type=flags.positive_int, help="pixels of a side (default: the backbone's)")
-    parser.add_argument("--output", type=flags.path, required=True, help="torch file to write")
+    parser.add_argument("--output", type=user_path, required=True, help="torch file to write")
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="format of the output (default: float16)")
     flags.add_data_dir(parser)
     parser.add_argument("--shard_rows", type=flags.positive_int, default=8192, help="images per shard (default: 8192)")
@@ -137,7 +138,7 @@ def open_splits(args: argparse.Namespace, backbone: Backbone, trained: dict[str,
 def folders_of(args: argparse.Namespace) -> dict[str, Path]:
     """The folder of each split that the flags name."""
     if args.dataset is not None:
-        return find_splits(flags.path(args.dataset))
+        return find_splits(user_path(args.dataset))
     folders = {}
     if args.train_dir is not None:
         folders["train"] = args.train_dir

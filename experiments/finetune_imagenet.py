@@ -48,6 +48,7 @@ from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.objective import Objective, build_loss, check_finite, fill_in_loss
+from experiments.common.paths import user_path
 from experiments.common.processes import Processes
 from experiments.common.run import Run
 from experiments.common.settings import HEADS, LOSS, TRAINING, cell, with_role
@@ -121,7 +122,7 @@ def add_noise_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--noise_matrix",
-        type=flags.path,
+        type=user_path,
         metavar="FILE",
         help="matrix T of forward_correction, a tensor (classes, classes) saved by torch.save, of which row j has the "
         "shares of the labels of class j (default: by --noise_rate)",

@@ -89,7 +89,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dataset is None and args.data_path is None:
         args.dataset = "mnist"
-    problem = misuse(args) or misplaced(args.method, flags.given(parser, argv, args))
+    given = flags.given(parser, argv, args)
+    problem = misuse(args, given) or misplaced(args.method, given)
     if problem:
         parser.error(problem)
     return args
@@ -134,10 +135,15 @@ def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--self_match", action="store_true", help="let a query be its own candidate, as published")
 
 
-def misuse(args: argparse.Namespace) -> str:
-    """Say which flags exclude one another; "" if none do."""
+def misuse(args: argparse.Namespace, given: Collection[str]) -> str:
+    """Say which flags exclude one another; "" if none do. given: the names of those that the command line has."""
     if args.dataset is not None and args.data_path is not None:
         return "the points are given by --dataset or by -d"
+    for name in ("cache_dir", "requester_pays", "sha256"):
+        if args.dataset is not None and name in given:
+            return f"--{name} is of a file, given by -d, not of --dataset {args.dataset}"
+    if args.dataset is None and "data_dir" in given:
+        return "--data_dir is of --dataset, not of -d"
     if args.prediction == "network" and args.method != CROSS_ENTROPY:
         return f"--prediction network is of {CROSS_ENTROPY} alone, got --method {args.method}"
     if args.sorted and args.method != "soft_topk":
@@ -228,7 +234,7 @@ class NeighbourLoss(nn.Module):
             right = right & ~left_out
         beta = self.inverse_temperature
         if isinstance(beta, AutoTemperature):
-            beta.observe(scores)
+            beta.observe(scores, finite_masks=False)
             beta = beta.value()
         has_right = right.any(1)  # (Q,)
         # A query without a right candidate gets all of them: it has a logarithm, and torch.where below leaves it out.

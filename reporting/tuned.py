@@ -23,10 +23,10 @@ OTHER_DATA = (
 GAINS = (
     "Δ: difference of test accuracy to cross-entropy in points, ± 95 % interval over paired seeds; it leaves out the "
     "choice of settings, the split and the test images. Low, high: the choice lies at an edge of what was tried, and a "
-    "better one may lie beyond it."
+    "better one may lie beyond it. Pairs: seeds of both sides, where one lacks some."
 )
 DELTAS = [f"Δ {label}" for label in METRICS.values()]
-GAIN_COLUMNS = ["loss", *DELTAS, *METRICS.values(), "seeds", "trials", "choice"]
+GAIN_COLUMNS = ["loss", *DELTAS, "pairs", *METRICS.values(), "seeds", "trials", "choice"]
 
 
 class Chosen(NamedTuple):
@@ -187,11 +187,14 @@ def is_baseline(candidate: Candidate) -> bool:
 
 
 def gain_cells(runs: pd.DataFrame, baseline: pd.DataFrame) -> dict[str, str]:
-    """The differences of runs to a baseline, paired by seed; none where one of both has no runs."""
+    """The differences of runs to a baseline, paired by seed, and their number if runs lack a pair."""
     if runs.empty or baseline.empty:
         return {}
     differences = paired(runs, baseline, list(METRICS))
-    return {f"Δ {label}": markdown.interval(interval(differences[metric])) for metric, label in METRICS.items()}
+    cells = {f"Δ {label}": markdown.interval(interval(differences[metric])) for metric, label in METRICS.items()}
+    if len(differences) < len(runs):
+        cells["pairs"] = str(len(differences))
+    return cells
 
 
 def rules_of(study: Tuned, ours: Side, theirs: Side) -> str:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from data.cifar import DATASETS
 from experiments.common import door, settings
-from experiments.common.paths import REPOSITORY, ROOT, portable
+from experiments.common.paths import REPOSITORY, ROOT, portable, user_path
 from experiments.common.rows import Row, locked, read_rows, write_rows
 from reporting.frames import typed_runs
 from topk_losses import METHODS as TRAINED
@@ -176,7 +176,7 @@ def new_rows(path: Path, committed: list[Row]) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="CSV file of results/ with finished rows")
+    parser.add_argument("results", type=user_path, help="CSV file of results/ with finished rows")
     parser.add_argument("--dry-run", action="store_true", help="check the rows and write nothing")
     args = parser.parse_args(argv)
     print(add(args.results, args.dry_run))

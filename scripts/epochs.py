@@ -16,7 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from experiments.common import door, settings
-from experiments.common.paths import HISTORY_FILES
+from experiments.common.paths import HISTORY_FILES, user_path
 from experiments.common.rows import Row, locked, read_rows, write_rows
 
 IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]
@@ -121,8 +121,8 @@ def with_ordered_columns(rows: list[Row]) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Gather the epochs of a table's runs, those of train_cifar100.py.")
-    parser.add_argument("results", type=Path, help="CSV file of the table, such as results/table1.csv")
-    parser.add_argument("--runs", type=Path, help="folder of the runs (default: runs, beside the table)")
+    parser.add_argument("results", type=user_path, help="CSV file of the table, such as results/table1.csv")
+    parser.add_argument("--runs", type=user_path, help="folder of the runs (default: runs, beside the table)")
     args = parser.parse_args(argv)
     print(gather(args.results, args.runs or args.results.with_name("runs")))
     return 0

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from experiments.common import door
 from experiments.common.cores import HUGE_PAGES, usable_cores
+from experiments.common.paths import user_path
 
 LOGS = Path(__file__).resolve().parents[1] / "results" / "logs"
 ATTEMPTS = 2
@@ -268,7 +269,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     """The launcher's flags, and the flags that go to every run."""
     parser = argparse.ArgumentParser("launch.py", allow_abbrev=False, description="Other flags go to every run.")
     parser.add_argument("--name", default="sweep", help="name of the sweep (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, help="folder for the logs (default: results/logs/NAME)")
+    parser.add_argument("--logs", type=user_path, help="folder for the logs (default: results/logs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number")
     parser.add_argument("--status", action="store_true", help="print where the log of each run ends")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one per GPU slot, or 1 on the CPU)")

@@ -30,6 +30,7 @@ from data.label_noise import human_labels, noisy_labels
 from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.files import check_replaceable
+from experiments.common.paths import user_path
 from experiments.common.rows import locked
 from experiments.common.torch_files import save_torch_file
 
@@ -181,10 +182,12 @@ def is_written(args: argparse.Namespace) -> bool:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a file of embeddings with other labels.")
-    parser.add_argument("data", type=Path, help="torch file of embeddings")
+    parser.add_argument("data", type=user_path, help="torch file of embeddings")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--label_noise", type=float, help="probability that a training label becomes a random one")
-    what.add_argument("--human", type=Path, metavar="FILE", help="labels by people: CIFAR-100_human.pt of CIFAR-100N")
+    what.add_argument(
+        "--human", type=user_path, metavar="FILE", help="labels by people: CIFAR-100_human.pt of CIFAR-100N"
+    )
     what.add_argument("--num_classes", type=flags.positive_int, help="number of classes: a tenth, or ten times as many")
     parser.add_argument(
         "--among", type=flags.positive_int, default=5, help="consecutive class ids to draw from (default: 5)"
@@ -197,7 +200,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=5000,
         help="training rows that validate if no others do (default: 5000)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="torch file to write")
+    parser.add_argument("--output", type=user_path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
     for name in sorted(flags.given(parser, argv, args) & {*OF_NOISE}):
         if args.num_classes is not None:

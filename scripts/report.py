@@ -24,7 +24,7 @@ import pandas as pd
 
 from experiments.common import door
 from experiments.common.files import replace_file
-from experiments.common.paths import PAPER
+from experiments.common.paths import PAPER, user_path
 from reporting import beam_search, epochs, reproduction, tables, temperatures
 from reporting.frames import are_of_beam_search, is_untested, read_runs, read_text
 
@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     published = sorted(read_text(PAPER / "protocols.csv")["table"])
-    parser.add_argument("results", type=Path, help="CSV file of results/")
+    parser.add_argument("results", type=user_path, help="CSV file of results/")
     parser.add_argument("--table", choices=(*published, "none"), help="published table (default: by file or data)")
     parser.add_argument("--where", action="append", default=[], help="keep runs: [METHOD:]COLUMN=VALUE; repeatable")
     parser.add_argument(
@@ -75,8 +75,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--paired", metavar="METHOD", help="show paired differences to the best setting of METHOD")
     parser.add_argument("--temperatures", action="store_true", help="show the best inverse temperature of each method")
     parser.add_argument("--format", choices=tables.FORMATS, default="markdown", help="default: markdown")
-    parser.add_argument("--output", type=Path, help="file for the table (default: the screen)")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the figures, as SVG")
+    parser.add_argument("--output", type=user_path, help="file for the table (default: the screen)")
+    parser.add_argument("--figures", type=user_path, metavar="FOLDER", help="folder for the figures, as SVG")
     args = parser.parse_args(argv)
     inputs = [file.resolve() for file in (args.results, *PAPER.glob("*.csv"))]
     if args.output and args.output.resolve() in inputs:

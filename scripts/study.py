@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from experiments.common import door
-from experiments.common.paths import RESULTS, ROOT
+from experiments.common.paths import RESULTS, ROOT, user_path
 from experiments.common.settings import BY_FLAG, CALL, MACHINE
 from reporting import reproduction
 from reporting.status import Status, embeddings_id, repository_file, status_text
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         help="heads*, own_features: rows that validate, 0 for the data's own (default: 5000, or a fifth)",
     )
-    parser.add_argument("--human", type=Path, metavar="FILE", help="noise*: CIFAR-100_human.pt of CIFAR-100N")
+    parser.add_argument("--human", type=user_path, metavar="FILE", help="noise*: CIFAR-100_human.pt of CIFAR-100N")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise*, few_labels: kinds (default: all)")
     parser.add_argument(
         "--losses",
@@ -64,7 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="noise*, few_labels, own_features: losses by name (default: all, or six)",
     )
-    parser.add_argument("--folder", type=Path, help=f"noise*: folder for files of labels (default: {noise.FOLDER})")
+    parser.add_argument(
+        "--folder", type=user_path, help=f"noise*: folder for files of labels (default: {noise.FOLDER})"
+    )
     parser.add_argument("--choice", choices=("noisy", "clean"), help="noise: which labels choose (default: noisy)")
     return parser
 

@@ -144,7 +144,7 @@ class Known:
         return [self.rows[number] for number in self.numbers(trial)]
 
     def tried(self, trials: Iterable[Trial]) -> list["Tried"]:
-        """The trials that have a row of the seed of trials, in the order of these rows."""
+        """Those of the trials that have a row of the seed of trials."""
         found = []
         for trial in trials:
             numbers = {}
@@ -152,9 +152,8 @@ class Known:
                 numbers[int(self.rows[number]["seed"])] = number
             if numbers.keys() >= set(TRIAL_SEEDS):
                 rows = {seed: self.rows[number] for seed, number in numbers.items()}
-                found.append((numbers[TRIAL_SEEDS[0]], Tried(trial, rows)))
-        found.sort(key=lambda pair: pair[0])
-        return [item for _, item in found]
+                found.append(Tried(trial, rows))
+        return found
 
     def are_done(self, trials: Sequence[Trial]) -> bool:
         """Whether each trial has a row of the seed of trials."""

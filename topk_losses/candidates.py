@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_number_of_answers
+from topk_losses.checks import check_answers_fit
+from topk_losses.compilers import has_known_values
 from topk_losses.numerics import is_above, largest
 
 
@@ -33,14 +34,38 @@ def select_candidates(logits: Tensor, labels: Tensor, top: Tensor) -> tuple[Tens
     return index, place
 
 
-def select_candidates_of_sets(logits: Tensor, sets: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Select the logits of all right answers and of the largest others, and the set among them: (rows, m) each."""
-    sets = check_number_of_answers(sets, m)
-    answers_first = logits.detach().masked_fill(sets > 0, torch.inf)
-    index = largest(answers_first, m)  # (rows, m)
+def select_candidates_of_sets(logits: Tensor, sets: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    """Select the logits of all right answers and of the largest others, and the set among them: (rows, m) each.
+
+    Answers come first, and each part falls, as where one answer is the label. A row with at most m unmasked classes has
+    them in their order.
+
+    Args:
+        logits, sets: (rows, n) each.
+        k: the lowest rank with a weight. With fewer than k others an answer would always be within k.
+
+    Raises:
+        ValueError: a row has more than m - k answers. Where its numbers cannot be read, its scores are NaN.
+    """
+    num_answers = (sets > 0).sum(1)  # (rows,)
+    fits = num_answers + k <= m
+    has_few = None
     if may_have_masked(logits):
-        index = torch.where(has_few_unmasked(logits, m).unsqueeze(1), index.sort(dim=1).values, index)
-    return logits.gather(1, index), sets.gather(1, index)
+        has_few = has_few_unmasked(logits, m)
+        fits = fits | (has_few & (num_answers <= m))
+    sets = check_answers_fit(sets, num_answers, fits, m, k)
+    answers_first = logits.detach().masked_fill(sets > 0, torch.inf)
+    in_order = largest(answers_first, m).sort(dim=1).values  # (rows, m)
+    falling = logits.detach().gather(1, in_order).argsort(dim=1, descending=True, stable=True)
+    index = in_order.gather(1, falling)
+    is_other = (sets.gather(1, index) <= 0).int()
+    index = index.gather(1, is_other.argsort(dim=1, stable=True))
+    if has_few is not None:
+        index = torch.where(has_few.unsqueeze(1), in_order, index)
+    scores = logits.gather(1, index)
+    if not has_known_values(fits):
+        scores = scores.masked_fill(~fits.unsqueeze(1), torch.nan)
+    return scores, sets.gather(1, index)
 
 
 def may_have_masked(logits: Tensor) -> bool:

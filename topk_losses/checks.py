@@ -229,7 +229,8 @@ def check_several(name: str, value: SupportsIndex | None) -> int | None:
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
     """Return P_K, of any form of PK, as a float64 tensor (K,) or (num_classes, K), without trailing zeros.
 
-    Its rows are scaled to sum to 1. Raises ValueError for what is no P_K, or has mass on a rank beyond num_scores.
+    Its rows are scaled to sum to 1. Raises ValueError for what is no P_K, has mass on a rank beyond num_scores, or has
+    all mass of a row on num_scores, within which every class is.
     """
     check_constant("p_k", p_k, "; P_K of each sample, as an argument of the call, receives a gradient")
     rule = "p_k must be P_K(1), P_K(2), ... as numbers, one such row per class, a mapping {k: P_K(k)} or a single k"
@@ -247,8 +248,22 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
     if num_scores is not None and num_scores < K:
         few = f"only {num_scores} scores are sorted (m, or the number of classes without m)"
         raise ValueError(f"p_k has mass on rank {K}, but {few}; take ranks away from p_k, or raise m")
+    if num_scores == K > 1 and bool(is_certain(flat[:, :K]).any()):
+        raise ValueError(about_certain_rank(K))
     scaled = flat[:, :K] / flat.sum(1, keepdim=True)
     return scaled.reshape(*rows.shape[:-1], K)
+
+
+def is_certain(rows: Tensor) -> Tensor:
+    """Tell which rows of P_K (rows, K) have all their mass on the last rank: (rows,)."""
+    return (rows[:, :-1] == 0).all(1)
+
+
+def about_certain_rank(num_scores: int) -> str:
+    return (
+        f"p_k has all its mass on rank {num_scores}, but only {num_scores} scores are sorted (m, or the number of "
+        "classes without m): all are within that rank, and the loss would be 0; take a lower rank, or raise m"
+    )
 
 
 def weights_of_ranks(p_k: PK) -> Sequence[float] | Tensor:
@@ -281,10 +296,11 @@ def check_distributions_of_ranks(rows: Tensor) -> None:
     raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {flat[first].sum():g}){where}")
 
 
-def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], needs_top1: bool) -> Tensor:
+def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], num_scores: int, needs_top1: bool) -> Tensor:
     """Return P_K of each sample, (..., K) for labels of a shape (...), as (rows, K).
 
-    needs_top1: whether P_K(1) must be above 0, which the caller has checked where the numbers are known.
+    num_scores: how many are sorted; a row has mass below that rank. needs_top1: whether P_K(1) must be above 0, which
+    the caller has checked where the numbers are known.
     """
     if not isinstance(p_k, Tensor):
         raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with torch.as_tensor")
@@ -295,12 +311,17 @@ def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], needs_top1: bool) ->
     rows = p_k.reshape(-1, p_k.shape[-1])
     if has_known_values(rows) and rows.numel():
         check_distributions_of_ranks(rows.detach())
+        if num_scores == rows.shape[1] > 1 and bool(is_certain(rows).any()):
+            raise ValueError(about_certain_rank(num_scores))
     if is_checked_later(rows):
         fits = are_distributions(rows, TOLERANCE_OF_P_K)
         rule = "p_k must be non-negative and sum to 1"
         if needs_top1:
             fits = fits & (rows[:, 0] > 0)
             rule += ", with P_K(1) > 0 for an operator that gives exactly 0"
+        if num_scores == rows.shape[1] > 1:
+            fits = fits & ~is_certain(rows)
+            rule += f", with mass below rank {num_scores}, since {num_scores} scores are sorted"
         return require(rows, fits, f"{rule}; got another P_K in a row")
     return rows
 
@@ -399,15 +420,14 @@ def check_label_masses(labels: Tensor, logits: Tensor, class_dim: int, several: 
     return labels
 
 
-def check_number_of_answers(sets: Tensor, m: int) -> Tensor:
-    """Return sets of right answers (rows, n); raise ValueError where one has more than m answers."""
-    is_later = is_checked_later(sets)
-    if not is_later and not (has_known_values(sets) and sets.numel()):
-        return sets
-    num_answers = (sets > 0).sum(1)  # (rows,)
-    if is_later:
-        return require(sets, num_answers <= m, f"m={m} scores cannot hold all right answers; raise m")
-    most_answers = int(num_answers.max())
-    if most_answers > m:
-        raise ValueError(f"m={m} scores cannot hold {most_answers} right answers; raise m")
+def check_answers_fit(sets: Tensor, num_answers: Tensor, fits: Tensor, m: int, k: int) -> Tensor:
+    """Return sets of right answers (rows, n); raise ValueError unless the m candidates of each row fit.
+
+    num_answers, fits: (rows,). k: the lowest rank with a weight.
+    """
+    if is_checked_later(sets):
+        return require(sets, fits, f"m={m} scores cannot hold all right answers and k={k} others; raise m")
+    if has_known_values(fits) and not bool(fits.all()):
+        most_answers = int(num_answers[~fits].max())
+        raise ValueError(f"m={m} scores cannot hold {most_answers} right answers and k={k} others; raise m")
     return sets

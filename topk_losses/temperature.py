@@ -73,7 +73,7 @@ class AutoTemperature(KeepsPrecision):
         self.register_buffer("weight", torch.zeros((), dtype=torch.float32, device="cpu"))
 
     @torch.no_grad()
-    def observe(self, scores: Tensor, is_counted: Tensor | None = None) -> None:
+    def observe(self, scores: Tensor, is_counted: Tensor | None = None, *, finite_masks: bool = True) -> None:
         """Update the running mean by a batch of logits, in training mode only, without waiting for the device.
 
         Under torch.func only a buffer that is transformed itself is updated; fake tensors have no numbers to follow.
@@ -81,12 +81,17 @@ class AutoTemperature(KeepsPrecision):
         Args:
             scores: (rows, n) float. Rows with NaN or +inf, and classes at -inf or at a mask value, do not count.
             is_counted: (rows,) bool, the rows that count; None: all.
+            finite_masks: whether a large negative number is a mask value, such as -1e4. False for scores that may lie
+                as far apart, such as squared distances.
         """
         if not self.training or not self._can_follow(scores):
             return
         if self.spread.device != scores.device:
             self.to(scores.device)
-        standard_deviations = row_standard_deviations(scores)  # (rows,), NaN for rows without one
+        is_unmasked = scores > -torch.inf  # (rows, n)
+        if finite_masks:
+            is_unmasked = unmasked_classes(scores)
+        standard_deviations = row_standard_deviations(scores, is_unmasked)  # (rows,), NaN for rows without one
         is_valid = standard_deviations.isfinite()
         if is_counted is not None:
             is_valid = is_valid & is_counted
@@ -114,12 +119,11 @@ class AutoTemperature(KeepsPrecision):
         return True
 
 
-def row_standard_deviations(scores: Tensor) -> Tensor:
-    """Compute the standard deviation of the unmasked classes of each row, (rows,) float32.
+def row_standard_deviations(scores: Tensor, is_unmasked: Tensor) -> Tensor:
+    """Compute the standard deviation of the unmasked classes (rows, n) of each row, (rows,) float32.
 
     It is NaN for a row with NaN or +inf, or with less than two unmasked classes.
     """
-    is_unmasked = unmasked_classes(scores)  # (rows, n)
     number = is_unmasked.sum(1)  # (rows,)
     values = scores.where(is_unmasked, 0).float()
     mean = values.sum(1) / number.clamp(min=1)

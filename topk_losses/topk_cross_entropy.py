@@ -211,7 +211,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         answers = sets
         m = self._num_candidates(logits)
         if m is not None:
-            scores, answers = select_candidates_of_sets(logits, sets, m)  # (rows, m) each
+            scores, answers = select_candidates_of_sets(logits, sets, m, self._ranks(call)[0])  # (rows, m) each
         log_top1 = None
         if self._has_softmax_term(call):
             log_top1 = log_mixture(scores.log_softmax(1), answers)  # (rows,)
@@ -320,6 +320,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             raise ValueError(
                 f"p_k reaches rank {ranks[-1]}, but only {num_scores} scores are sorted (n, or m); shorten p_k"
             )
+        if ranks[0] == num_scores > 1:
+            raise ValueError(checks.about_certain_rank(num_scores))
         if self._has_softmax_term(call):
             return ranks[1:]
         return ranks
@@ -371,10 +373,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _rows_of_p_k(self, p_k: Tensor, logits: Tensor) -> Tensor:
         """Check P_K of each sample, (..., K), and return it as (rows, K)."""
         checks.check_logits(logits)
-        rows = checks.check_p_k_of_samples(p_k, label_shape(logits), needs_top1=self.operator.has_zeros)
+        num_sorted = self._num_sorted(logits.shape[class_dimension(logits)])
+        assert num_sorted is not None
+        needs_top1 = self.operator.has_zeros
+        rows = checks.check_p_k_of_samples(p_k, label_shape(logits), num_sorted, needs_top1)
         if has_known_values(rows) and rows.numel():
             self._check_zeros(rows)
-            num_sorted = self._num_sorted(logits.shape[class_dimension(logits)])
             if not bool(rows[:, num_sorted:].any()):  # ranks without mass
                 rows = rows[:, :num_sorted]
         return rows

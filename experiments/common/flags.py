@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common.paths import PAPER, REPOSITORY, RESULTS, ROOT
+from experiments.common.paths import PAPER, REPOSITORY, RESULTS, ROOT, user_path
 from experiments.common.settings import inverse_temperature
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
 from topk_losses.checks import nearest_choice
@@ -58,12 +58,8 @@ non_negative_float = number(float, 0, 1e38)
 fraction = number(float, 0, 1)
 
 
-def path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
 def existing_file(text: str) -> Path:
-    file = path(text)
+    file = user_path(text)
     if not file.is_file():
         raise ArgumentTypeError(f"there is no file {text}")
     return file
@@ -71,7 +67,7 @@ def existing_file(text: str) -> Path:
 
 def results_file(text: str) -> Path:
     """A CSV file, not one of those that the repository holds, which no training command writes."""
-    file = path(text)
+    file = user_path(text)
     for folder in (REPOSITORY, PAPER):
         if file.resolve().is_relative_to(folder):
             raise ArgumentTypeError(
@@ -239,7 +235,7 @@ def add_run_flags(parser: ArgumentParser, results: str) -> None:
 def add_data_dir(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--data_dir",
-        type=path,
+        type=user_path,
         default=ROOT / "data" / "downloads",
         help="folder for the images of data sets (default: data/downloads)",
     )
@@ -254,7 +250,7 @@ def add_embedding_flags(parser: ArgumentParser, default: str | None = None) -> N
         help="published name (python -m data.download --list), torch file, or https:// or s3:// address",
     )
     parser.add_argument(
-        "--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads/embeddings)"
+        "--cache_dir", type=user_path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads/embeddings)"
     )
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")

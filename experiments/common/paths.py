@@ -9,6 +9,11 @@ REPOSITORY = RESULTS / "repository"  # this repository's rows, which no training
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # of a run, by its clock
 
 
+def user_path(text: str) -> Path:
+    """A path as a user writes it: ~ stands for the home folder."""
+    return Path(text).expanduser()
+
+
 def portable(path: Path) -> str:
     """A path as a row shows it: relative to the repository if it lies within."""
     if path.is_relative_to(ROOT):

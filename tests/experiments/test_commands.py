@@ -255,6 +255,10 @@ REFUSED = [
     (train_knn, "--dataset digits --method neuralsort --dim 3", "--dim is of linear and mlp"),
     (train_knn, "--dataset digits --method neuralsort --limit_train 50", "exceeds the 45 training points"),
     (train_knn, "--dataset digits -d EMBEDDINGS --method neuralsort", "by --dataset or by -d"),
+    (train_knn, "--dataset digits --method inputs --sha256 00", "--sha256 is of a file, given by -d"),
+    (train_knn, "--dataset digits --method inputs --requester_pays", "--requester_pays is of a file, given by -d"),
+    (train_knn, "--method inputs --cache_dir FOLDER", "--cache_dir is of a file, given by -d"),
+    (train_knn, "-d EMBEDDINGS --method inputs --data_dir FOLDER", "--data_dir is of --dataset, not of -d"),
     (
         train_knn,
         "-d EMBEDDINGS --method neuralsort --model cnn --num_candidates 20 --batch_size 20",

@@ -60,7 +60,7 @@ def test_flags_of_another_loss_are_refused_with_those_that_the_method_takes(meth
         config = columns(fill_in_loss(parsed("--method", method), "sm", {})) | {name: 0.5}
         flag = {"T": "noise_matrix"}.get(name, name)
         with pytest.raises(ValueError, match=f"^{method} does not take --{flag}; it takes ") as error:
-            build_loss(config, 5, CPU, **{name: 0.5})
+            build_loss(config, 6, CPU, **{name: 0.5})
         taken = str(error.value).partition("it takes ")[2].replace("--noise_matrix", "--T")
         for flag in taken.replace("none of its own", "").split(", "):
             assert flag in ("", "--inverse_temperature") or flag.removeprefix("--") in own

@@ -185,6 +185,17 @@ def test_the_report_has_each_loss_minus_cross_entropy_by_seed(finished):
             assert line[f"Δ {label}"] == ("" if line["loss"] == BASELINE else expected)
 
 
+def test_the_report_has_the_number_of_pairs_where_one_side_lacks_some(finished):
+    rows = read_rows(finished)
+    assert all("pairs" not in line for line in table_of(reproduction.report(finished)))
+    kept = {row["seed"]: row for row in of_loss(rows, BASELINE).values()}
+    gone = [row for seed, row in kept.items() if int(seed) in SEEDS[3:]]
+    write_rows(finished, [row for row in rows if row not in gone])
+    for line in table_of(reproduction.report(finished)):
+        is_baseline = line["loss"] == BASELINE
+        assert (line["seeds"], line["pairs"]) == (("3", "") if is_baseline else ("10", "3"))
+
+
 def test_the_report_marks_choices_at_an_edge(finished):
     """Of every trial of a loss: learning rates in the outer sixths of their range, the least and the most epochs."""
     found = study_of("own_features/own.csv", finished.parent)

@@ -14,6 +14,7 @@ from studies import few_labels, from_scratch, heads, noise, tiny_imagenet, tunin
 from studies.catalog import DESIGNS, LISTED, STUDIES, study_of
 from studies.runs import RunIndex, expected_runs, parse_flags
 from studies.tuning import (
+    BETTER,
     EARLIER,
     ONE_SEED,
     TRIAL_SEEDS,
@@ -177,6 +178,20 @@ def test_of_trials_that_tie_a_baseline_gets_the_better_in_test_and_another_loss_
     assert sum(parts[1]) != sum(parts[2])
     chosen = rule.choose(study.known().tried(trials), split, study.space[place].ties)
     assert chosen == trials[2 if better else 1]
+
+
+@pytest.mark.parametrize("ties", [EARLIER, BETTER])
+def test_the_order_in_which_rows_were_written_chooses_nothing(study, ties):
+    """Several processes write them in another order each time, and many trials tie."""
+    trials = study.rounds[0].of(study.space[1], study.known())[:4]
+    write_accuracies(study, trials, [{0: 0.1, 101: 0.9}, {0: 0.5, 101: 0.7}, {0: 0.5, 101: 0.7}, {0: 0.5, 101: 0.7}])
+    rule = Rule(2, (101,))
+    rows = read_rows(study.trials_file)
+    for order in (rows, rows[::-1], rows[3:] + rows[:3]):
+        write_rows(study.trials_file, order)
+        tried = study.known().tried(trials)
+        assert [item.trial for item in rule.finalists_of(tried, "valid", ties)] == trials[1:3]
+        assert rule.choose(tried, "valid", ties) == trials[1]
 
 
 def test_cross_entropy_is_the_baseline_of_every_study():

@@ -129,8 +129,11 @@ def test_second_derivatives_are_finite_however_far_the_classes_lie(gap, dtype):
 LOGITS, LABELS = random_batch(4, 5, dtype=torch.float32)
 FEW = torch.tensor([[0.0, 1, 1, 1, 1]] * 4)
 WRONG_P_K = torch.tensor([[0.5, 0.6]] * 4)
+CERTAIN = torch.tensor([[0.5, 0, 0, 0, 0.5]] * 3 + [[0.0, 0, 0, 0, 1]])
 WRONG = {
     "more answers than m": ({"m": 3, "soft_labels": "any"}, (LOGITS, FEW), "cannot hold"),
+    "as many answers as m": ({"m": 4, "soft_labels": "any"}, (LOGITS, FEW), "cannot hold"),
+    "a P_K of rank n alone": ({}, (LOGITS, LABELS, CERTAIN), "mass below rank 5|all its mass on rank 5"),
     "no answer": ({"soft_labels": "any"}, (LOGITS, torch.zeros(4, 5)), "at least one of them above 0"),
     "no distribution": ({}, (LOGITS, FEW), "sum to 1"),
     "a label out of range": ({}, (LOGITS, LABELS + 5), r"labels must lie in \[0, 4\]"),

@@ -46,7 +46,7 @@ def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind
     live[:, :4] = True
     live[:2] = True
     mass = random_batch(6, 14, seed=1)[0].exp().masked_fill(~live, 0).to(dtype)
-    target = {"soft": mass / mass.sum(1, keepdim=True), "any": ((mass > 2) | one_hot(labels, 14).bool())}
+    target = {"soft": mass / mass.sum(1, keepdim=True), "any": ((mass > 5) | one_hot(labels, 14).bool())}
     target = target.get(kind, labels)
     value, gradient = value_and_gradient(loss, logits.masked_fill(~live, -INF), target)
     assert not bool(gradient[~live].any())
@@ -57,6 +57,26 @@ def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind
         want, want_gradient = value_and_gradient(loss, logits[row : row + 1, columns], own)
         torch.testing.assert_close(value[row : row + 1], want, **tolerance)
         torch.testing.assert_close(gradient[row, columns], want_gradient[0], **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["labels", "any"])
+@pytest.mark.parametrize("method", RELAXED)
+def test_with_m_neither_masked_classes_nor_the_numbers_of_classes_have_an_influence(method, kind):
+    """However many classes there are: a search for the largest of many has another order of those that tie."""
+    settings = {"soft_labels": "any"} if kind == "any" else {}
+    loss = make_loss(method, p_k_of(method, 5), m=16, reduction="none", **settings)
+    logits, labels = random_batch(8, 100)
+    answers = torch.rand(8, 100, generator=torch.Generator().manual_seed(3)).topk(3).indices
+    sets = torch.zeros(8, 100).scatter(1, answers, 1.0)
+    target = sets if kind == "any" else labels
+    want = loss(logits, target)
+    for num_masked in (100, 500):
+        wider = torch.cat([logits, torch.full((8, num_masked), -INF)], dim=1)
+        more = torch.cat([sets, torch.zeros(8, num_masked)], dim=1) if kind == "any" else labels
+        torch.testing.assert_close(loss(wider, more), want)
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(4))
+    renumbered = sets[:, order] if kind == "any" else order.argsort()[labels]
+    torch.testing.assert_close(loss(logits[:, order], renumbered), want)
 
 
 @pytest.mark.parametrize("kind", ["labels", "smoothed", "soft", "any"])

@@ -51,6 +51,8 @@ CONSTRUCTIONS = [
     (partial(make, "bitonic", distribution="cauchy"), "art_lambda", [0.5], "applies to the distribution logistic_phi"),
     (partial(make, "bitonic"), "art_lambda", [1.0], "art_lambda must lie"),
     (build, "top1_mode", ["smec"], "did you mean 'smce'"),
+    (build, "p_k", [10, {10: 1.0}, [[0.5, 0.5] + [0.0] * 8, [0.0] * 9 + [1.0]] * 5], "all its mass on rank 10"),
+    (partial(build, m=5), "p_k", [5, [0.0] * 4 + [1.0]], "all its mass on rank 5, but only 5 scores are sorted"),
     (build, "inverse_temperature", [0, -1, INF, NAN, torch.tensor(-1.0)], "must be a finite number above 0"),
     (
         build,
@@ -229,6 +231,7 @@ def rows_of_12():
     return loss
 
 
+FOUR_ANSWERS = torch.zeros(4, 10).index_fill(1, torch.arange(3, 7), 1.0)
 CALLS = [
     (build, torch.zeros(4, 10, dtype=torch.long), LABELS, TypeError, "floating-point"),
     (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
@@ -250,6 +253,9 @@ CALLS = [
     (ANY, LOGITS, torch.zeros(4, 10), ValueError, "at least one of them above 0; got a sum of 0 in row 0"),
     (ANY, LOGITS, one_hot(LABELS, 10) * 2.0, ValueError, r"entries in \[0, 1\]"),
     (partial(ANY, m=4), LOGITS, torch.ones(4, 10), ValueError, "m=4 scores cannot hold 10 right answers"),
+    (partial(ANY, m=4), LOGITS, FOUR_ANSWERS, ValueError, "m=4 scores cannot hold 4 right answers and k=1 others"),
+    (partial(ANY, p_k=3, m=6), LOGITS, FOUR_ANSWERS, ValueError, "m=6 scores .* 4 right answers and k=3 others"),
+    (partial(TopKCrossEntropyLoss, p_k=10), LOGITS, LABELS, ValueError, "all its mass on rank 10, but only 10 scores"),
     (partial(build, "softsort"), LOGITS, torch.eye(10)[:4] * 2, ValueError, "sum to 1"),
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
     (COUNTS_OF_9, LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),

@@ -406,6 +406,15 @@ def test_auto_counts_live_classes_of_rows_that_count(mask):
     assert loss.inverse_temperature.spread.item() == pytest.approx(spread_of(logits), rel=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+def test_auto_counts_every_finite_score_where_none_is_a_mask_value(scale):
+    """Squared distances lie as far apart: one near point, and all others more than 500 away."""
+    scores = -scale * torch.tensor([[0.0, 600, 610, 900, 7000], [0, 3, 800, 9000, 9100]])
+    auto = AutoTemperature(3.0, 1e9)
+    auto.observe(torch.cat([scores, torch.full((2, 4), -math.inf)], dim=1), finite_masks=False)
+    assert auto.value().item() == pytest.approx(3.0 / spread_of(scores), rel=1e-5)
+
+
 def test_auto_counts_all_positions_of_dense_maps():
     logits = torch.randn(2, 12, 20, 20) * torch.linspace(0.1, 4, 400).view(1, 1, 20, 20)
     loss = build("lml", "auto")
