@@ -550,10 +550,13 @@ def test_the_pairs_of_the_cosine_schedule_have_the_differences_of_the_pages():
     loss = pd.concat([findings.loss_runs(lines[key]) for key in ("S4", "S10")])
     baseline = pd.concat([findings.baseline_runs(lines[key]) for key in ("S4", "S10")])
     every = paired(loss, baseline, METRICS)
-    assert len(every) == len(loss) == 6
+    assert len(every) == len(loss) >= 8
     top1, top5 = (interval(every[metric]) for metric in METRICS)
     text = " ".join((ROOT / "docs/findings/from-scratch.md").read_text("utf-8").split())
-    assert "All six pairs, with the seed that chose, lose top-1, and their interval of top-5 lies below, too" in text
+    assert (
+        "with the seed that chose, the pairs of both lose top-1 on average, and their interval of top-5 lies below"
+        in text
+    )
     paper = 1.42
     assert top1.verdict == LOSS
     assert top5.mean + top5.half < paper
