@@ -248,15 +248,15 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
     if num_scores is not None and num_scores < K:
         few = f"only {num_scores} scores are sorted (m, or the number of classes without m)"
         raise ValueError(f"p_k has mass on rank {K}, but {few}; take ranks away from p_k, or raise m")
-    if num_scores == K > 1 and bool(is_certain(flat[:, :K]).any()):
-        raise ValueError(about_certain_rank(K))
+    if num_scores is not None and num_scores > 1 and bool(is_certain(flat, num_scores).any()):
+        raise ValueError(about_certain_rank(num_scores))
     scaled = flat[:, :K] / flat.sum(1, keepdim=True)
     return scaled.reshape(*rows.shape[:-1], K)
 
 
-def is_certain(rows: Tensor) -> Tensor:
-    """Tell which rows of P_K (rows, K) have all their mass on the last rank: (rows,)."""
-    return (rows[:, :-1] == 0).all(1)
+def is_certain(rows: Tensor, num_scores: int) -> Tensor:
+    """Tell which rows of P_K (rows, K) have no mass below rank num_scores, within which every class is: (rows,)."""
+    return (rows[:, : num_scores - 1] == 0).all(1)
 
 
 def about_certain_rank(num_scores: int) -> str:
@@ -311,7 +311,7 @@ def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], num_scores: int, nee
     rows = p_k.reshape(-1, p_k.shape[-1])
     if has_known_values(rows) and rows.numel():
         check_distributions_of_ranks(rows.detach())
-        if num_scores == rows.shape[1] > 1 and bool(is_certain(rows).any()):
+        if num_scores > 1 and bool(is_certain(rows, num_scores).any()):
             raise ValueError(about_certain_rank(num_scores))
     if is_checked_later(rows):
         fits = are_distributions(rows, TOLERANCE_OF_P_K)
@@ -319,8 +319,8 @@ def check_p_k_of_samples(p_k: Tensor, shape: Sequence[int], num_scores: int, nee
         if needs_top1:
             fits = fits & (rows[:, 0] > 0)
             rule += ", with P_K(1) > 0 for an operator that gives exactly 0"
-        if num_scores == rows.shape[1] > 1:
-            fits = fits & ~is_certain(rows)
+        if 1 < num_scores <= rows.shape[1]:
+            fits = fits & ~is_certain(rows, num_scores)
             rule += f", with mass below rank {num_scores}, since {num_scores} scores are sorted"
         return require(rows, fits, f"{rule}; got another P_K in a row")
     return rows

@@ -312,6 +312,17 @@ def test_ranks_without_mass_that_no_score_can_have_count_for_nothing():
     torch.testing.assert_close(loss_fn(LOGITS, LABELS, p_k=longer), loss_fn(LOGITS, LABELS, p_k=p_k))
 
 
+@pytest.mark.parametrize("num_ranks", [5, 9])
+def test_a_sample_whose_class_is_within_k_whatever_its_score_is_refused(num_ranks):
+    p_k = torch.zeros(4, num_ranks)
+    p_k[:, 4] = 1
+    loss_fn = build("softsort", m=5)
+    with pytest.raises(ValueError, match="all its mass on rank 5, but only 5 scores are sorted"):
+        loss_fn(LOGITS, LABELS, p_k=p_k)
+    p_k[:, 3:5] = 0.5
+    assert bool(loss_fn(LOGITS, LABELS, p_k=p_k) > 0)
+
+
 class Flat(TopKOperator):
     """An operator whose methods forget a dimension."""
 
