@@ -15,7 +15,7 @@ In a study with trials the seeds of its finals count alone, none of which chose.
 
 A dagger marks a difference of linear classifiers whose interval excludes 0, and which Holm's method does not keep among
 all differences of the study of wrong labels, elsewhere among those of its file to the same baseline. From scratch there
-are three seeds at most, and no dagger.
+are few seeds, and no dagger.
 """
 
 import csv

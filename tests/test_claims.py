@@ -84,7 +84,7 @@ def test_each_finding_that_a_sentence_names_has_the_status_that_the_sentence_was
     loss = "loss"
     one = "one pair"
     status = {"S1": one, "S2": f"top-1: {same}; top-5: {gain}", "S3": loss, "S4": same, "S5": one, "S9": one}
-    status["S10"] = same
+    status["S10"] = f"top-1: {loss}; top-5: {same}"
     status |= {"S7": same, "S8": f"top-1: {loss}; top-5: {same}"}
     status |= dict.fromkeys(("L1", "L4"), f"top-1: {same}; top-5: {loss}")
     status |= {"L2": gain, "L3": loss, "L5": f"top-1: {gain}; top-5: {same}", "L6": f"top-1: {gain}; top-5: {same}"}
