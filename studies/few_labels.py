@@ -109,7 +109,7 @@ SCRATCH = RunList(
         f"--method splitter_selection {HALF_FLAG} --inverse_temperature .1 --lr .001",
         f"--method lapsum {HALF_FLAG} --inverse_temperature .25 --lr .001",
     ),
-    schedule="--n_epochs 100 --precision bf16",
+    schedule="--n_epochs 100 --eval_freq 5 --precision bf16",
 )
 
 

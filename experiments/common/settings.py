@@ -181,7 +181,7 @@ SETTINGS = (
     Setting("batch_size", TRAINING, int, "--batch_size", (*ALL, PRETRAINING)),
     Setting("n_epochs", TRAINING, int, "--n_epochs", (CIFAR, HEADS, KNN)),
     Setting("implementation", PROTOCOL, str, "--implementation", (CIFAR, HEADS)),
-    Setting("eval_freq", PROTOCOL, int, "--eval_freq", (HEADS,)),
+    Setting("eval_freq", PROTOCOL, int, "--eval_freq", (CIFAR, HEADS), optional=(CIFAR,)),
     Setting("k", PROTOCOL, int, "--k", (KNN,)),
     Setting("beam_size", PROTOCOL, int, "--beam_size", (BEAM,)),
     Setting("n_updates", PROTOCOL, int, "--n_updates", (BEAM,)),

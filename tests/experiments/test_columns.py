@@ -17,6 +17,7 @@ HEADS = "-d EMBEDDINGS --batch_size 25 --n_epochs 3 --lr .01 --method softmax_cr
 CASES = [
     (train_cifar100, "--dataset digits --limit_train 70 --batch_size 16 --n_epochs 3 --method softsort"),
     (train_cifar100, "--dataset digits --limit_train 70 --batch_size 16 --n_epochs 2 --method softsort --ema .9"),
+    (train_cifar100, "--dataset digits --limit_train 70 --batch_size 16 --n_epochs 5 --method softsort --eval_freq 2"),
     (finetune_imagenet, f"{HEADS} --eval_freq 3"),
     (finetune_imagenet, f"{HEADS} --eval_freq 0"),
     (finetune_imagenet, f'{HEADS} --eval_freq 2 --also "--method softsort"'),
@@ -56,8 +57,8 @@ def test_seconds_are_those_of_the_steps_since_the_last_evaluation(
         updates = [entry["update"] for entry in histories[0]]
         steps = [update - earlier for update, earlier in zip(updates, [0, *updates])]
     if steps[0] is None:
-        pretrained = 0
-        steps = [clock.steps / len(steps)] * len(steps)
+        epochs = [entry["epoch"] for entry in histories[0]]
+        steps = [clock.steps / epochs[-1] * (epoch - earlier) for epoch, earlier in zip(epochs, [0, *epochs])]
     pretraining = history_of(results, rows[0]["pretrained"]) if script is train_beam_search else []
     pretrained = pretraining[-1]["update"] if pretraining else 0
     assert sum(steps) * len(rows) + pretrained == clock.steps

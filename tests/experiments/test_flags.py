@@ -323,6 +323,7 @@ FLAGS: dict[ModuleType, dict[str, Callable[[Run], None]]] = {
     | loss_flags(train_cifar100)
     | {
         "--lr_schedule": Differ(BASES[train_cifar100], "--lr_schedule cosine"),
+        "--eval_freq": Differ(BASES[train_cifar100], "--eval_freq 2"),
         "--ema": Differ(BASES[train_cifar100], "--ema .9", "--ema .5"),
         "--dataset": Differ(
             BASES[train_cifar100],

@@ -29,7 +29,7 @@ STATES = {
     ),
     "images_schedule": (
         train_cifar100,
-        f"{CIFAR} --method imbalanced_noised_topk --inverse_temperature .5:2 --weight_decay .1",
+        f"{CIFAR} --method imbalanced_noised_topk --inverse_temperature .5:2 --weight_decay .1 --eval_freq 2",
     ),
     "heads_auto": (
         finetune_imagenet,
