@@ -181,22 +181,28 @@ def train(config: dict[str, Any], processes: Processes) -> None:
     )
     training.objective.count_classes(data.train.labels, data.num_classes)
 
-    eval_freq = config["eval_freq"] or 1
+    train_epochs(run, training)
+    run.record({"num_classes": data.num_classes} | data.counts())
+
+
+def train_epochs(run: Run, training: Training) -> None:
+    """Train what is left of the epochs; evaluate and save after every --eval_freq of them, and after the last."""
+    config = training.config
+    processes = training.processes
     train_seconds = 0.0  # since the last evaluation
     for epoch in range(run.done + 1, config["n_epochs"] + 1):
         training.objective.draw_noise_by(config["seed"], epoch, processes.rank)
         entry = train_epoch(epoch, training)
         train_seconds += entry["train_seconds"]
-        processes.copy_from_first(evaluated.buffers())  # the running statistics of batch norm
-        processes.copy_from_first(model.buffers())
+        processes.copy_from_first(training.evaluated.buffers())  # the running statistics of batch norm
+        processes.copy_from_first(training.network.buffers())
         last = epoch == config["n_epochs"]
-        if epoch % eval_freq == 0 or last:
+        if last or epoch % (config["eval_freq"] or 1) == 0:
             entry |= evaluate(training)
             entry |= training.objective.temperature()
             entry["train_seconds"] = train_seconds
             train_seconds = 0.0
             run.save(entry, last=last, message=f"epoch {epoch}/{config['n_epochs']}")
-    run.record({"num_classes": data.num_classes} | data.counts())
 
 
 def train_epoch(epoch: int, training: Training) -> dict[str, float]:

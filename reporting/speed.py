@@ -67,14 +67,16 @@ def step_times(name: str) -> pd.DataFrame:
 def training_steps() -> str:
     """The time of a ResNet-18 training step with each loss, as a multiple of cross-entropy's."""
     first = step_times("training_step")
-    columns = {"CPU (ms)": first["ms_per_step"]}
+    columns = {}
     machines = []
     for name, label in STEPS.items():
         steps = step_times(name)
+        columns[f"{label} (ms)"] = steps["ms_per_step"]
         columns[f"{label} / cross-entropy"] = steps["over_softmax"]
         machines.append(f"`{name}.csv`: {steps['device'].iloc[0]}")
     table = pd.DataFrame(columns).reindex(first.index).drop(index="augmentation").fillna("").reset_index()
-    return f"{markdown.table(table)}\n\n{'; '.join(machines)}."
+    about = "A ratio is the median of the ratios turn by turn, not that of the medians"
+    return f"{markdown.table(table)}\n\n{about}. {'; '.join(machines)}."
 
 
 def summary() -> str:
