@@ -53,7 +53,7 @@ STATED = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k"
 UNPUBLISHED = (
     *("limit_train", "label_noise", "noise_groups", "noise_matrix_id", "mixup"),
     *(item.name for item in settings.with_role(LOSS) if item.optional),
-    *("labels", "lr_schedule", "ema", "weight_decay", "precision"),
+    *("labels", "lr_schedule", "ema", "weight_decay", "precision", "eval_freq"),
 )
 # The words for what published runs have instead.
 PLAIN = {"labels": "right", "lr_schedule": "constant", "precision": "fp32"}
