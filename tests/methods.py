@@ -24,6 +24,18 @@ WITHOUT_A_SUM = ("df_topk", "recall_surrogate")
 HAVE_ZEROS = {"sparse_topk", "perturbed_topk"}
 MODES = [(method, mode) for method in RELAXED for mode in TOP1_MODES if mode != "sort" or method not in HAVE_ZEROS]
 WITH_MODES = [*MODES, *((method, None) for method in DETERMINISTIC if method not in RELAXED)]
+# whose operators a kernel computes in float32; every backend computes the others alike
+WITH_KERNELS = {"sinkhorn_sort", "smooth_topk", "smooth_hard_topk", "subset_topk"}
+WITH_KERNELS |= {name for name, method in METHODS.items() if method.family == "networks"}
+
+
+def with_backends(cases, eager=("torch",), compiled=("",)) -> list[tuple]:
+    """Each case, whose first item is a method, by PyTorch, and by the default backend where that has a kernel."""
+    found = []
+    for case in cases:
+        backends = [*eager, *compiled] if case[0] in WITH_KERNELS else eager
+        found += [(*case, backend) for backend in backends]
+    return found
 
 
 def p_k_of(method: str, k: int = 5):

@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.methods import DETERMINISTIC, FOLLOW, LEARNABLE, p_k_of, random_batch, value_and_gradient
+from tests.methods import DETERMINISTIC, FOLLOW, LEARNABLE, p_k_of, random_batch, value_and_gradient, with_backends
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.kernels import VARIABLE
 
@@ -75,9 +75,8 @@ def test_can_be_exported_with_a_dynamic_batch_and_its_gradient_and_leaves_nothin
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", ""])
 @pytest.mark.parametrize("m", [None, 8])
-@pytest.mark.parametrize("method", DETERMINISTIC)
+@pytest.mark.parametrize(("method", "backend"), with_backends((method,) for method in DETERMINISTIC))
 def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch):
     monkeypatch.setenv(VARIABLE, backend)
     logits, labels = random_batch(dtype=torch.float32)

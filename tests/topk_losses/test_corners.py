@@ -19,6 +19,7 @@ from tests.methods import (
     p_k_of,
     random_batch,
     value_and_gradient,
+    with_backends,
 )
 from topk_losses import (
     METHODS,
@@ -276,9 +277,8 @@ def test_masked_columns_take_no_part_in_any_function(method):
 # Few scores.
 
 
-@pytest.mark.parametrize("backend", ["torch", ""])
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-@pytest.mark.parametrize(("method", "top1_mode"), WITH_MODES)
+@pytest.mark.parametrize(("method", "top1_mode", "backend"), with_backends(WITH_MODES))
 def test_float32_has_the_digits_of_float64_for_few_scores(method, top1_mode, n, backend, monkeypatch):
     monkeypatch.setenv(VARIABLE, backend)
     ks = {1: 0.5, 2: 0.5} if method in RELAXATIONS else p_k_of(method, 1)

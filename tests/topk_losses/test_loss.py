@@ -25,6 +25,7 @@ from tests.methods import (
     p_k_of,
     random_batch,
     value_and_gradient,
+    with_backends,
 )
 from topk_losses import (
     METHODS,
@@ -39,7 +40,7 @@ from topk_losses import (
 from topk_losses.kernels import VARIABLE
 from topk_losses.methods import SINGLE_K
 
-P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
+P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
 
 
 def p_ks_for(method, top1_mode):
@@ -246,8 +247,7 @@ def test_extreme_logits_give_finite_losses_and_gradients(method, scale):
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("backend", ["torch", ""])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "backend"), with_backends((method,) for method in METHODS))
 def test_a_nan_or_infinite_logit_spoils_its_sample_only(method, backend, monkeypatch):
     monkeypatch.setenv(VARIABLE, backend)
     mode = {"top1_mode": "sort"} if method in RELAXATIONS and method not in HAVE_ZEROS else {}

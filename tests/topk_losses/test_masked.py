@@ -12,20 +12,27 @@ from torch import nn
 from torch.func import vmap
 from torch.nn.functional import one_hot
 
-from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
+from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient, with_backends
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss
 from topk_losses.kernels import VARIABLE, is_importable
 
 INF = math.inf
 ROOT = Path(__file__).parents[2]
-BACKENDS = [("torch", torch.float64), ("torch", torch.float32)]
-BACKENDS += [("numba", torch.float32)] if is_importable("numba") else []
+EAGER = [("torch", torch.float64), ("torch", torch.float32)]
+COMPILED = [("numba", torch.float32)] if is_importable("numba") else []
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+@pytest.fixture
 def dtype(request, monkeypatch):
-    monkeypatch.setenv(VARIABLE, request.param[0])
-    return request.param[1]
+    backend, dtype = request.param
+    monkeypatch.setenv(VARIABLE, backend)
+    return dtype
+
+
+def with_dtypes(names, cases):
+    """Each case, whose first item is a method, in float64 and float32, and by a kernel of Numba where there is one."""
+    cases = with_backends(cases, EAGER, COMPILED)
+    return pytest.mark.parametrize((*names, "dtype"), cases, indirect=["dtype"], ids=str)
 
 
 # Classes that are masked out.
@@ -35,7 +42,7 @@ KINDS += [(method, kind) for method in RELAXED for kind in ("corrected", "any")]
 
 
 @pytest.mark.parametrize("m", [None, 9])
-@pytest.mark.parametrize(("method", "kind"), KINDS)
+@with_dtypes(("method", "kind"), KINDS)
 def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind, m, dtype):
     """In value and gradient, for a number of live classes that differs from row to row, below m, too."""
     logits, labels = random_batch(6, 14, dtype=dtype)
@@ -102,7 +109,7 @@ def test_where_no_number_can_be_read_rows_of_at_least_m_live_classes_have_the_sa
         torch.testing.assert_close(value_and_gradient(call, logits, target), want, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("method", [name for name in RELAXED if name != "recall_surrogate"])
+@with_dtypes(("method",), [(name,) for name in RELAXED if name != "recall_surrogate"])
 def test_where_k_exceeds_the_live_classes_all_of_them_are_within_it(method, dtype):
     """Except recall_surrogate, whose indicators are never 1."""
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5])
@@ -113,7 +120,7 @@ def test_where_k_exceeds_the_live_classes_all_of_them_are_within_it(method, dtyp
     torch.testing.assert_close(gradient, torch.stack([-slope, slope, *torch.zeros(2, dtype=dtype)]).unsqueeze(0))
 
 
-@pytest.mark.parametrize("method", DETERMINISTIC)
+@with_dtypes(("method",), [(name,) for name in DETERMINISTIC])
 def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method, dtype):
     """Nor that of a learned temperature, nor that of labels with no mass on masked classes."""
     logits = torch.tensor([[1, 0, -INF, -INF], [1, -INF, -INF, -INF], [0.3, 0.1, -0.2, 0.7]], dtype=dtype)
@@ -170,7 +177,7 @@ def test_a_row_with_one_class_left_has_a_gradient_of_0(method):
 
 
 @pytest.mark.parametrize("m", [None, 9])
-@pytest.mark.parametrize("method", DETERMINISTIC)
+@with_dtypes(("method",), [(name,) for name in DETERMINISTIC])
 def test_an_offset_costs_no_digits(method, m, dtype):
     logits, labels = random_batch(16, 12, dtype=torch.float32)
     shifted = (logits + 1e4).to(dtype)  # float32 numbers, in any precision
