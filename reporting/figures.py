@@ -19,12 +19,13 @@ mpl.use("Agg")
 
 import pandas as pd
 from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common import settings
 from experiments.common.files import replace_file
-from reporting import beam_search, draws, epochs, findings, markdown, noise, tables, temperatures
+from reporting import beam_search, draws, epochs, findings, markdown, noise, scratch, tables, temperatures
 from reporting.compare import half_width, interval
 from reporting.frames import CONFIGURATION, LAST_VALID, METRICS, read_runs
 from reporting.speed import BENCHMARKS
@@ -38,6 +39,7 @@ LEAST_GAIN = -1.0  # points of difference at which the axis of the figures of wr
 SHOWN = (-3.4, 3.6)  # points of difference in the figure of findings
 BETTER_LEFT = "←"
 BETTER_RIGHT = "→"
+SIDE_BY_SIDE = 1.05  # from one to the next of the points at the same number of labels, on a logarithmic axis
 LABEL_WIDTH = 30  # characters of a line's label
 COLORS = {
     "losses": "C7",
@@ -97,8 +99,18 @@ def lines(frame: pd.DataFrame, x: str, ys: dict[str, str], by: str, **axes: str)
     for axis in column:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles[label] = handle
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
+    add_legend(figure, handles)
     return figure
+
+
+def add_legend(figure: Figure, handles: dict[str, Artist]) -> None:
+    """Add a legend below the panels, in as many columns as the figure has room for. handles: by name."""
+    for ncols in (3, 2, 1):
+        legend = figure.legend(handles.values(), handles, loc="outside lower center", ncols=ncols)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            return
+        if ncols > 1:
+            legend.remove()
 
 
 def legend_of(rows: pd.DataFrame) -> str:
@@ -365,10 +377,13 @@ def draw_beam_search(path: Path, folder: Path) -> list[Path]:
     return save(figure, folder, path.stem, f"{path.name}, minus further training with cross-entropy, 95 % interval.")
 
 
-def draw_few_labels(results: Path, folder: Path) -> list[Path]:
-    """Draw each loss minus cross-entropy against the labels a class, with its interval over draws; none without draws.
+def draw_few_labels(results: Path, from_scratch: Path, folder: Path) -> list[Path]:
+    """Draw each loss minus cross-entropy against the labels a class, at the end of training; none without draws.
 
-    results: the folder of the study few_labels.
+    Args:
+        results: the folder of the study few_labels, whose intervals are over draws.
+        from_scratch: the file of the study few_labels_scratch, whose intervals are over seeds.
+        folder: for the figure.
     """
     x = "labels a class"
     rows = []
@@ -385,9 +400,35 @@ def draw_few_labels(results: Path, folder: Path) -> list[Path]:
         return []
     ys = {metric: f"Δ {label} (points)" for metric, label in METRICS.items()}
     figure = lines(pd.DataFrame(rows).sort_values(x, kind="stable"), x, ys, by="loss", xscale="log")
+    draw_scratch(figure.axes, from_scratch)
     for axis in figure.axes:
         axis.axhline(0, color="black", linewidth=0.8)
     return save(figure, folder, "few_labels")
+
+
+def draw_scratch(axes: Sequence[Axes], file: Path) -> None:
+    """Draw a ResNet-18's differences side by side at its labels a class: at a constant rate, and hollow with a cosine.
+
+    One pair of seeds has no interval, and is left out.
+
+    axes: one for each of METRICS, with a logarithmic axis of the labels a class.
+    """
+    found = [line for line in scratch.lines(file) if len(line.differences) > 1]
+    if not found:
+        return
+    for place, line in enumerate(found):
+        run = line.runs.iloc[0]
+        per_class = run["train_images"] / run["num_classes"]
+        x = per_class * SIDE_BY_SIDE ** (place - (len(found) - 1) / 2)
+        style = STYLE[line.method]
+        face = style["color"]
+        if line.schedule == "cosine":
+            face = "white"
+        for axis, reading in zip(axes, scratch.LAST):
+            gain = line.gain(reading)
+            axis.errorbar(x, gain.mean, gain.half, **style, markerfacecolor=face, linestyle="none")
+    ticks = sorted({*axes[-1].get_xticks(), round(per_class)})
+    axes[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
 
 
 def noise_row(study: noise.Results, loss: str) -> dict[str, float | str]:

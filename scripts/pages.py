@@ -36,6 +36,7 @@ from reporting import (
     noise,
     reference,
     reproduction,
+    scratch,
     speed,
     tables,
     temperatures,
@@ -115,6 +116,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "noise_answer": noise.noise_answer,
     "noise_draws_answer": draws.noise_draws_answer,
     "few_labels_answer": draws.few_labels_answer,
+    "scratch_answer": scratch.scratch_answer,
     "edges": draws.edges,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
@@ -196,7 +198,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
         words = [f"{REPOSITORY}/{name}.csv", f"--figures={folder}", *flags]
         drawn += report.report(report.parse_arguments(words)).figures
     drawn += figures.draw_noise(REPOSITORY / "noise", folder)
-    drawn += figures.draw_few_labels(REPOSITORY / "few_labels", folder)
+    drawn += figures.draw_few_labels(REPOSITORY / "few_labels", REPOSITORY / "few_labels_scratch.csv", folder)
     drawn += figures.draw_beam_search(REPOSITORY / "beam_search.csv", folder)
     return drawn + figures.draw_findings(folder)
 

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from scripts import pages
 
@@ -120,6 +121,17 @@ def distance(places, line, share=1.0):
     return np.quantile(np.sqrt((offsets**2).sum(2)).min(1), share)
 
 
+plain_savefig = Figure.savefig
+
+
+def save_and_measure(figure, *args, **kwargs):
+    """Nothing of a figure lies outside of it, where it would be cut."""
+    plain_savefig(figure, *args, **kwargs)
+    drawn = figure.get_tightbbox()
+    width, height = figure.get_size_inches()
+    assert min(drawn.x0, drawn.y0, width - drawn.x1, height - drawn.y1) > -0.05  # inches
+
+
 # SoftSort jumps where two scores are equal, and whether they are is a matter of rounding.
 SHARES = {"softsort": 0.9}
 
@@ -129,6 +141,7 @@ def test_figures_are_those_of_the_results(draw, tmp_path, monkeypatch):
     """Compared as lines: which points of a line can go without its look is for matplotlib to say."""
     compared = [name for name, method in pages.METHODS.items() if not method.stochastic]
     monkeypatch.setattr(pages, "METHODS", compared)  # noise costs seconds, and differs between versions
+    monkeypatch.setattr(Figure, "savefig", save_and_measure)
     for path in draw(tmp_path):
         words, marks = drawing(pages.FIGURES / path.name)
         new_words, new_marks = drawing(path)

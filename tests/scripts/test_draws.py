@@ -9,10 +9,11 @@ from scipy import stats
 
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
-from experiments.common.settings import OWN_SETTINGS, cell
+from experiments.common.settings import CROSS_ENTROPY, OWN_SETTINGS, cell
 from reporting import draws
 from reporting.draws import edges, few_labels_answer, noise_draws_answer
 from reporting.figures import draw_few_labels
+from reporting.scratch import scratch_answer
 from studies.few_labels import FEW_LABELS
 from studies.noise import NOISE_DRAWS
 from studies.runs import parse_flags
@@ -238,8 +239,99 @@ def test_few_labels_have_a_row_for_each_number_of_labels(few):
     assert "2, 24, 40 or 480 epochs of batches" in text  # the least and the most of each number of labels
 
 
-def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, tmp_path, saved):
-    assert [path.name for path in draw_few_labels(few.folder, tmp_path)] == ["few_labels.svg"]
+READINGS = (*METRICS, *(f"last_{metric}" for metric in METRICS))
+FROM_SCRATCH = {
+    "softmax_cross_entropy": {},
+    "softmax_cross_entropy, label smoothing 0.1": {"label_smoothing": "0.1"},
+    "ldr_kl": {"method": "ldr_kl"},
+}
+SCHEDULES = {"constant": (0, 1, 2), "cosine": (0, 1)}  # and the seeds of their runs
+
+
+class Scratch:
+    """A file of few_labels_scratch, and the accuracies that it holds, by (schedule, loss, reading)."""
+
+    def __init__(self, path, row):
+        self.path = path
+        self.accuracy = {}
+        random = np.random.default_rng(0)
+        rows = []
+        for (schedule, seeds), (loss, cells) in itertools.product(SCHEDULES.items(), FROM_SCRATCH.items()):
+            numbers = 0.3 + random.normal(0, 0.01, (len(READINGS), len(seeds)))
+            self.accuracy |= {(schedule, loss, reading): line for reading, line in zip(READINGS, numbers)}
+            for seed, values in zip(seeds, numbers.T):
+                name = f"{schedule}-{loss}-{seed}"
+                own = {"run_id": name, "seed": seed, "lr_schedule": schedule.replace("constant", "")}
+                rows.append(changed(row, **cells, **own, **dict(zip(READINGS, values))))
+        write_rows(path, rows)
+
+    def difference(self, schedule, loss, reading):
+        return 100 * (self.accuracy[schedule, loss, reading] - self.accuracy[schedule, CROSS_ENTROPY, reading])
+
+
+@pytest.fixture
+def from_scratch(trained, tmp_path):
+    (row,) = (row for row in read_rows(trained / "cifar.csv") if row["method"] == CROSS_ENTROPY)
+    return Scratch(tmp_path / "few_labels_scratch.csv", row)
+
+
+def test_from_scratch_each_loss_has_its_difference_to_cross_entropy_of_its_schedule(from_scratch):
+    text = scratch_answer(from_scratch.path)
+    expected = []
+    for schedule, seeds in SCHEDULES.items():
+        for loss in list(FROM_SCRATCH)[1:]:
+            cells = []
+            for reading in READINGS:
+                values = from_scratch.difference(schedule, loss, reading).tolist()
+                mean = sum(values) / len(values)
+                error = (sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)) ** 0.5
+                half = stats.t.ppf(0.975, len(values) - 1) * error
+                verdict = "no clear difference"
+                if abs(mean) > half:
+                    verdict = "gain" if mean > 0 else "loss"
+                cells.append(f"{shown(mean)} ± {half:.2f} ({verdict})")
+            expected.append([schedule, loss, *cells, str(len(seeds))])
+    differences, accuracies = tables(text)
+    assert differences == expected
+    assert len(accuracies) == len(SCHEDULES) * len(FROM_SCRATCH)
+    assert f"Under way: {len(read_rows(from_scratch.path))} of 30 runs." in text
+    best = 100 * from_scratch.accuracy["constant", CROSS_ENTROPY, "test_top1"]
+    assert accuracies[0][:3] == ["constant", CROSS_ENTROPY, f"{best.mean():.2f} ± {best.std(ddof=1):.2f}"]
+
+
+def test_from_scratch_one_pair_has_no_interval_and_no_verdict(from_scratch):
+    write_rows(from_scratch.path, [row for row in read_rows(from_scratch.path) if row["seed"] == "0"])
+    differences, _ = tables(scratch_answer(from_scratch.path))
+    value = from_scratch.difference("constant", "ldr_kl", "last_test_top5")[0]
+    assert differences[1][5:] == [f"{shown(value)} (one pair)", "1"]
+    assert all("±" not in cell for row in differences for cell in row)
+
+
+def test_from_scratch_a_schedule_without_cross_entropy_has_no_line(from_scratch):
+    rows = read_rows(from_scratch.path)
+    kept = [row for row in rows if row["lr_schedule"] or row["method"] == "ldr_kl" or row["label_smoothing"]]
+    write_rows(from_scratch.path, kept)
+    assert {row[0] for part in tables(scratch_answer(from_scratch.path)) for row in part} == {"cosine"}
+
+
+def test_the_figure_shows_what_several_seeds_from_scratch_have_at_the_last_epoch(few, from_scratch, tmp_path, saved):
+    draw_few_labels(few.folder, from_scratch.path, tmp_path)
+    (figure,) = saved
+    for axis, metric in zip(figure.axes, METRICS, strict=True):
+        points = [container.lines[0] for container in axis.containers]
+        order = itertools.product(SCHEDULES, list(FROM_SCRATCH)[1:])
+        for point, (schedule, loss) in zip(points, order, strict=True):
+            values = from_scratch.difference(schedule, loss, f"last_{metric}")
+            assert point.get_ydata() == pytest.approx([values.mean()])
+            assert (point.get_markerfacecolor() == "white") is (schedule == "cosine")
+    write_rows(from_scratch.path, [row for row in read_rows(from_scratch.path) if row["seed"] == "0"])
+    draw_few_labels(few.folder, from_scratch.path, tmp_path)
+    assert not any(axis.containers for axis in saved[-1].axes)
+
+
+def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, from_scratch, tmp_path, saved):
+    written = draw_few_labels(few.folder, from_scratch.path, tmp_path)
+    assert [path.name for path in written] == ["few_labels.svg"]
     (figure,) = saved
     for axis, metric in zip(figure.axes, METRICS, strict=True):
         (line,) = [line for line in axis.lines if line.get_label() == "LDR-KL"]
@@ -249,9 +341,9 @@ def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, tmp_
         assert line.get_xdata().tolist() == [5, 100]
 
 
-def test_without_a_draw_there_is_no_figure(made, tmp_path):
+def test_without_a_draw_there_is_no_figure(made, from_scratch, tmp_path):
     empty = made.folder.with_name("few_labels")
-    assert draw_few_labels(empty, tmp_path) == []
+    assert draw_few_labels(empty, from_scratch.path, tmp_path) == []
 
 
 def test_without_a_finished_draw_there_is_a_sentence(made):
