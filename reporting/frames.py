@@ -234,11 +234,17 @@ def p_k_of(text: str) -> tuple[float, ...]:
     return tuple(weights)
 
 
+def text_of(value: object) -> str:
+    """A value as it is compared: a number with all digits, NaN as ""."""
+    if value != value:
+        return ""
+    return plain_number(str(value))
+
+
 def as_text(values: pd.Series) -> pd.Series:
-    """Values as they are compared: numbers with all digits, NaN as ""."""
-    if values.isna().all():  # most columns of most files
-        return pd.Series("", index=values.index, name=values.name)
-    return values.astype(str).map(plain_number).where(values.notna(), "")
+    """Values as they are compared, each different one worked out once: columns have few."""
+    texts = {value: text_of(value) for value in values.unique()}
+    return values.map(texts).astype(str)  # of no values, too
 
 
 def identity_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
@@ -272,8 +278,8 @@ def same_configuration(runs: pd.DataFrame) -> pd.Series:
 
 def experiment(line: pd.DataFrame) -> tuple[str, ...]:
     """The settings that make runs comparable with one another: data, network, precision, ..."""
-    identity = identity_of(line.iloc[:1])
-    return tuple(identity[name].iloc[0] for name in identity if name in EXPERIMENT)
+    first = line.iloc[0]
+    return tuple(text_of(first[name]) for name in first.index if name in EXPERIMENT)
 
 
 def read_text(path: Path) -> pd.DataFrame:
