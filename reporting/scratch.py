@@ -95,7 +95,8 @@ def scratch_answer(file: Path) -> str:
         f"CIFAR-100, {first['model']} from scratch on {first['train_images']:g} images in {first['n_epochs']:g} "
         f"epochs; {first['valid_images']:g} others validate. Settings are those of other studies. Differences of test "
         "accuracy to cross-entropy with the same schedule in points, paired by seed, ± 95 % interval over seeds, with "
-        f"a verdict: at the best validation epoch, and at the last epoch.{under_way}"
+        "a verdict: at the best validation epoch, and at the last epoch. The figure has the last epoch of losses with "
+        f"several pairs: filled at a constant rate, hollow with a cosine schedule.{under_way}"
     )
     folded = markdown.details("Test accuracy in percent, ± standard deviation over seeds", markdown.table(accuracies))
     return f"{above}\n\n{markdown.table(differences)}\n\n{folded}"
