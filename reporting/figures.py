@@ -409,11 +409,11 @@ def draw_few_labels(results: Path, from_scratch: Path, folder: Path) -> list[Pat
 def draw_scratch(axes: Sequence[Axes], file: Path) -> None:
     """Draw a ResNet-18's differences side by side at its labels a class: at a constant rate, and hollow with a cosine.
 
-    One pair of seeds has no interval, and is left out.
+    Losses with seeds to come are left out.
 
     axes: one for each of METRICS, with a logarithmic axis of the labels a class.
     """
-    found = [line for line in scratch.lines(file) if len(line.differences) > 1]
+    found = [line for line in scratch.lines(file) if line.is_complete]
     if not found:
         return
     for place, line in enumerate(found):

@@ -12,7 +12,7 @@ from experiments.common.settings import CROSS_ENTROPY
 from reporting import markdown
 from reporting.compare import Interval, interval, paired
 from reporting.frames import METRICS, lines_of, read_runs
-from studies.few_labels import few_labels_scratch
+from studies.few_labels import SCRATCH, few_labels_scratch
 
 SCHEDULES = {"": "constant", "cosine": "cosine"}  # by the cell
 LAST = {f"last_{metric}": f"{label}, last epoch" for metric, label in METRICS.items()}
@@ -35,12 +35,17 @@ class Line(NamedTuple):
     def method(self) -> str:
         return str(self.runs["method"].iloc[0])
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all planned seeds are paired: a verdict on fewer would be an early look."""
+        return len(self.differences) == len(SCRATCH.seeds)
+
     def gain(self, reading: str) -> Interval:
         return interval(self.differences[reading])
 
 
 def name_of(runs: pd.DataFrame) -> str:
-    """A loss as tables and legends name it."""
+    """The name of a loss in the table."""
     method = str(runs["method"].iloc[0])
     smoothing = runs["label_smoothing"].iloc[0]
     if smoothing > 0:
@@ -64,13 +69,12 @@ def lines(file: Path) -> list[Line]:
 
 
 def difference_cell(line: Line, reading: str) -> str:
-    """A mean difference with its interval and a verdict; of one pair the difference alone."""
-    pairs = len(line.differences)
-    if pairs == 0:
-        return ""
+    """A mean difference with its interval, and with a verdict once all seeds are there."""
     gain = line.gain(reading)
-    verdict = gain.verdict if pairs > 1 else "one pair"
-    return f"{markdown.interval(gain)} ({verdict})"
+    text = markdown.interval(gain)
+    if line.is_complete:
+        text += f" ({gain.verdict})"
+    return text
 
 
 def scratch_answer(file: Path) -> str:
@@ -94,9 +98,10 @@ def scratch_answer(file: Path) -> str:
     above = (
         f"CIFAR-100, {first['model']} from scratch on {first['train_images']:g} images in {first['n_epochs']:g} "
         f"epochs; {first['valid_images']:g} others validate. Settings are those of other studies. Differences of test "
-        "accuracy to cross-entropy with the same schedule in points, paired by seed, ± 95 % interval over seeds, with "
-        "a verdict: at the best validation epoch, and at the last epoch. The figure has the last epoch of losses with "
-        f"several pairs: filled at a constant rate, hollow with a cosine schedule.{under_way}"
+        "accuracy to cross-entropy with the same schedule in points, paired by seed, ± 95 % interval over seeds: at "
+        "the best validation epoch, and at the last epoch. A verdict, and a point of the figure, wait for all "
+        f"{len(SCRATCH.seeds)} seeds. The figure has the last epoch: filled at a constant rate, hollow with a cosine "
+        f"schedule.{under_way}"
     )
     folded = markdown.details("Test accuracy in percent, ± standard deviation over seeds", markdown.table(accuracies))
     return f"{above}\n\n{markdown.table(differences)}\n\n{folded}"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import reference
-from tests.methods import DETERMINISTIC, WITH_KERNELS, p_k_of, random_batch, value_and_gradient
+from tests.methods import WITH_KERNELS, p_k_of, random_batch, value_and_gradient
 from tests.reference import NETWORKS
-from topk_losses import DISTRIBUTIONS, bitonic, make_loss, splitter_selection
+from topk_losses import DISTRIBUTIONS, METHODS, bitonic, make_loss, splitter_selection
 from topk_losses.kernels import VARIABLE, backend_for, find_kernel
 from topk_losses.networks import carry_mass
 from topk_losses.smooth_svm import kth_largest
@@ -322,7 +322,7 @@ def test_the_methods_with_kernels_are_those_that_tests_run_with_two_backends(mon
     asked = []
     monkeypatch.setattr("topk_losses.kernels.load_kernel", lambda operation, device: asked.append(operation) or "")
     found = set()
-    for method in DETERMINISTIC:
+    for method in METHODS:
         asked.clear()
         make_loss(method, p_k_of(method, 3))(*random_batch(dtype=torch.float32))
         if asked:
