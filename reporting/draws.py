@@ -27,6 +27,8 @@ PAIRS = (
     Pair("splitter_selection", "gce"),
     Pair("lapsum", "gce"),
     Pair("forward_estimated", "gce"),
+    Pair("forward_uniform", "gce"),
+    Pair("splitter_selection", "forward_uniform"),
 )
 PAIRS_OF_FEW_LABELS = (
     Pair("label_smoothing", BASELINE),
