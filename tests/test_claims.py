@@ -624,7 +624,9 @@ def test_sorting_16_of_1000_scores_costs_what_the_pages_say():
     top1 = [method for method, found in lost.items() if found[0].verdict == LOSS]
     text = " ".join((ROOT / "docs/which-loss.md").read_text("utf-8").split())
     assert len(top5) == 3
-    assert f"three of five lose {top5[0]:.1f} to {top5[-1]:.1f} points of top-5, and two of these top-1, too" in text
+    assert f"Three lose it clearly, by {top5[0]:.1f} to {top5[-1]:.1f} points, and two of these top-1, too" in text
+    assert all(found[1].mean < 0 for found in lost.values())
+    assert "all five lose top-5 on average" in text
     assert len(top1) == 2
     assert all(lost[method][1].verdict == LOSS for method in top1)
 
