@@ -570,9 +570,6 @@ def test_a_tenth_of_the_images_gains_what_the_page_says():
             assert f"{gain.mean:.2f} ± {gain.half:.2f}" in text
     lost = found["cosine", SMOOTHED].gain("last_test_top5")
     assert f"loses {-lost.mean:.2f} ± {lost.half:.2f} of top-5" in text
-    best = found["cosine", SOFTMAX].runs
-    constant = found["constant", SOFTMAX].runs
-    assert best.last_test_top1.mean() > constant.last_test_top1.mean()
     for page in ("README.md", "docs/findings.md", "docs/which-loss.md", "docs/findings/linear-classifiers.md"):
         assert "from-scratch.md#a-tenth-of-the-images" in (ROOT / page).read_text("utf-8")
 
@@ -723,7 +720,9 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     assert of_gce["Δ top-5, over draws"].endswith("(gain)")
     assert f"the splitter selection network gains {by_40['Δ top-1, over draws'][1:12]} of top-1 with 40 %" in text
     assert f"loses {by_20['Δ top-5, over draws'][1:12]} of top-5 with 20 %" in text
-    assert f"that correction gains {of_gce['Δ top-5, over draws'][1:12]} over GCE" in text
+    assert of_gce["Δ top-1, over draws"].endswith("(loss)")
+    gained = of_gce["Δ top-5, over draws"][1:12]
+    assert f"that correction gains {gained} of top-5 over GCE, and loses top-1" in text
     best = over["20 % drawn among all classes", "best of 2 top-k losses − best of 2 robust losses"]
     assert best["Δ top-5, over draws"] == by_20["Δ top-5, over draws"]
     said = {("20 %", "top-1"): "gain", ("40 %", "top-5"): "loss"}
