@@ -46,7 +46,7 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not a results file, a line is damaged, a cell is not of its column's type, a run stands twice
-            with other cells, a line has a seed twice, a run lacks an accuracy, or no run is left.
+            with other cells, a line has a seed twice, a run lacks a seed or an accuracy, or no run is left.
     """
     cells = read_cells(path)
     for condition in where:
@@ -72,12 +72,20 @@ def typed_runs(path: Path, cells: pd.DataFrame) -> pd.DataFrame:
     """The runs of a file with typed cells, after the checks that tables need.
 
     Raises:
-        ValueError: a cell is not of its column's type, a line has a seed twice, or a run lacks an accuracy.
+        ValueError: a cell is not of its column's type, a line has a seed twice, or a run lacks a seed or an accuracy.
     """
     runs = typed_frame(cells, path)
+    check_seeds(path, cells)
     check_repeats(path, cells, runs)
     check_accuracies(path, cells)
     return runs
+
+
+def check_seeds(path: Path, cells: pd.DataFrame) -> None:
+    """Raise ValueError for a run without a seed, which no run of another file could be paired with."""
+    lacking = cells[cells.reindex(columns=["seed"])["seed"].fillna("") == ""]
+    if len(lacking):
+        raise ValueError(f"the run {lacking['run_id'].iloc[0]} of {path} has no seed: repair or delete its line")
 
 
 def check_repeats(path: Path, cells: pd.DataFrame, runs: pd.DataFrame) -> None:

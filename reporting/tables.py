@@ -30,6 +30,7 @@ from reporting.compare import (
     spread,
 )
 from reporting.frames import (
+    EXPERIMENT,
     LAST_VALID,
     METRICS,
     VALID,
@@ -519,24 +520,45 @@ def about_published(rows: Sequence[Mapping[str, str]], protocol: Mapping[str, st
 def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
     """The configurations as validation orders them, each minus the best one of a method in its experiment, by seed.
 
+    That one has the best validation of those with the most seeds, so that a run more with a lucky seed is not it.
+
     Raises:
-        ValueError: there is no run of the method.
+        ValueError: there is no run of the method, or no run to pair with one of it.
     """
     metrics = accuracies_of(runs)
     valid = VALID[: len(metrics)]  # a nearest-neighbour classifier has top-1 only
     found = configurations(runs.assign(valid=runs[valid].mean(axis=1)), runs.iloc[:0])
     found.sort(key=lambda item: (experiment(item.runs), -item.runs["valid"].mean()))
-    best = {experiment(item.runs): item for item in found[::-1] if item.first["method"] == method}
-    if not best:
+    of_method = [item for item in found if item.first["method"] == method]
+    if not of_method:
         raise ValueError(f"{name} has no run of {method}; it has {', '.join(runs['method'].unique())}")
+    in_order = sorted(of_method[::-1], key=number_of_seeds)  # the best of those with the most seeds comes last
+    best = {experiment(item.runs): item for item in in_order}
     names, shared = columns_of_settings(found)
     lines = [gain_line(item, best.get(experiment(item.runs)), metrics) for item in found]
+    if not any(line.pairs > 0 for line in lines):
+        raise ValueError(about_no_pairs(name, found, method))
     validation = "top-1" if len(valid) == 1 else "mean of top-1 and top-5"
     caption = (
         f"{accuracy_caption(metrics)} Validation: {validation}. "
-        f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
+        f"Δ: difference to {method} in points, paired by seed, ± 95 % interval. Its setting is the best by validation "
+        "of those with the most seeds."
     )
     return Table(name, lines, names, metrics, caption, markdown.origin(name, runs, shared))
+
+
+def number_of_seeds(item: Configuration) -> int:
+    return item.runs["seed"].nunique()
+
+
+def about_no_pairs(name: str, found: Sequence[Configuration], method: str) -> str:
+    """Say in what a file's runs differ, so that none is paired with one of a method."""
+    first = pd.DataFrame([item.first for item in found])
+    differing = [column for column in first if column in EXPERIMENT and first[column].nunique(dropna=False) > 1]
+    reason = "there is nothing else, or no seed in common"
+    if differing:
+        reason = f"runs differ in {', '.join(differing)}, or in the seed"
+    return f"no run of {name} has the seed and the settings of data and training of a run of {method}: {reason}"
 
 
 def gain_line(item: Configuration, base: Configuration | None, metrics: Mapping[str, str]) -> Line:

@@ -351,7 +351,7 @@ def summarize(name: str, runs: Sequence[Run], received: Sequence[int]) -> int:
     done = [run for run in runs if run.attempts > 0 and not run.failure]
     left = f", {len(failed)} failed"
     if received:
-        left = "; stopped: the same call continues"
+        left = " by this call; stopped: the same call continues"
     print(f"{name}: {len(done)} of {len(runs)} runs done{rows_of(runs)}{left}")
     if received:
         return 128 + received[0]

@@ -723,6 +723,8 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     assert of_gce["Δ top-1, over draws"].endswith("(loss)")
     gained = of_gce["Δ top-5, over draws"][1:12]
     assert f"that correction gains {gained} of top-5 over GCE, and loses top-1" in text
+    which = " ".join((ROOT / "docs/which-loss.md").read_text("utf-8").split())
+    assert "The uniform one, by `noise_rate`, had more top-5 and less top-1 than GCE with 20 % drawn." in which
     best = over["20 % drawn among all classes", "best of 2 top-k losses − best of 2 robust losses"]
     assert best["Δ top-5, over draws"] == by_20["Δ top-5, over draws"]
     said = {("20 %", "top-1"): "gain", ("40 %", "top-5"): "loss"}

@@ -134,7 +134,8 @@ def check_inverse_temperature(value: float | Tensor | str, name: str = "inverse_
     """
     if isinstance(value, str):
         raise ValueError(
-            f'{name} must be a number above 0, a tensor, or for a loss "auto", which follows its logits: got {value!r}'
+            f'{name} must be a number above 0 or a tensor; "auto", which follows the logits, is an argument that a '
+            f"loss is made with: got {value!r}"
         )
     if not isinstance(value, Tensor):
         return check_positive(name, value)

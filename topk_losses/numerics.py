@@ -135,6 +135,14 @@ def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
     return high + torch.log1p(torch.exp(low - high))
 
 
+def one_minus_exp(x: Tensor) -> Tensor:
+    """Return 1 - exp(x), x <= 0, with all digits of its derivative, however far below 0.
+
+    That of torch.expm1, its value + 1, is 0 in float32 from x = -17 on.
+    """
+    return torch.where(x > -1, -torch.expm1(x), 1 - x.exp())
+
+
 def log_mixture(logs: Tensor, weights: Tensor, dim: int = 1, all_positive: bool = False) -> Tensor:
     """Return log sum_j weights_j exp(logs_j) over a dimension, which is dropped; 0 where no weight is above 0.
 

@@ -24,8 +24,8 @@ class DFTopK(TopKOperator):
     """DFTopK (Zhu et al. 2025): a threshold halfway between the k-th and the (k+1)-th score, in O(n).
 
     indicator_k = sigmoid(beta (s - (s_[k] + s_[k+1]) / 2)). The indicators of these two scores sum to 1, and those of
-    all classes to no fixed number. The gradient reaches the true class, s_[k] and s_[k+1] only. For k = n the indicator
-    is 1.
+    all classes to no fixed number. The gradient reaches the true class, s_[k] and s_[k+1] only; among equal scores the
+    choice is arbitrary. For k = n the indicator is 1.
     """
 
     default_inverse_temperature: ClassVar[float] = 0.25

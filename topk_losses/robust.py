@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from topk_losses import checks
 from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
 from topk_losses.compilers import has_known_values
-from topk_losses.numerics import MASKED, finite, log_add_exp, wide_dtype
+from topk_losses.numerics import MASKED, finite, log_add_exp, one_minus_exp, wide_dtype
 
 
 class RobustLoss(ClassificationLoss):
@@ -63,7 +63,7 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
         self.q = q
 
     def loss_of_log_p(self, log_p: Tensor, log_p_of_all: Tensor) -> Tensor:
-        return -torch.expm1(self.q * log_p) / self.q
+        return one_minus_exp(self.q * log_p) / self.q
 
 
 class ForwardCorrectionLoss(RobustLoss):
@@ -205,7 +205,7 @@ class ReverseCrossEntropyLoss(RobustLoss):
 
     def reverse(self, log_p: Tensor) -> Tensor:
         """Compute the reverse cross-entropy, -A (1 - p), of log p."""
-        return self.A * torch.expm1(log_p)
+        return -self.A * one_minus_exp(log_p)
 
 
 class SymmetricCrossEntropyLoss(ReverseCrossEntropyLoss):

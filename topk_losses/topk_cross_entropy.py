@@ -110,7 +110,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _set_p_k(self, p_k: PK) -> None:
         """Check P_K, and keep the ranks that have a weight."""
-        rows = checks.check_p_k(p_k, self.num_classes, self._num_sorted(self.num_classes))
+        num_sorted = self._num_sorted(self.num_classes)
+        rows = checks.check_p_k(p_k, self.num_classes, num_sorted)
+        if num_sorted is not None and rows.shape[-1] == num_sorted > 1:
+            certain = float(rows[..., -1].max())
+            message = (
+                f"p_k has {certain:g} of its mass on rank {num_sorted}, but only {num_sorted} scores are sorted (m, or "
+                f"the number of classes without m): all are within that rank, so that the loss is at most "
+                f"{-math.log(certain):.3g} however low the true class lies; take a lower rank, or raise m"
+            )
+            warnings.warn(message, UserWarning, stacklevel=3)
         if rows.dim() == 2 and self.num_classes is None:
             raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
         self._check_top1(rows)

@@ -11,6 +11,7 @@ Its settings are those with the role LOSS in settings.py.
 
 import inspect
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -87,7 +88,9 @@ def fill_in_loss(
         filled["m"] = filled["m"] or m
         filled["top1_mode"] = filled["top1_mode"] or top1_mode
     else:
-        filled["m"] = None  # published commands pass --m to every row of a table
+        if filled["m"]:  # as published commands pass it to every row of a table
+            print(f"note: --m is left out, since {method} sorts nothing", file=sys.stderr, flush=True)
+        filled["m"] = None
     if method == "forward_correction" and filled["noise_rate"] == 0:
         raise ValueError("forward_correction with --noise_rate 0 is softmax_cross_entropy: take that method")
     return filled | fill_in_operator(args, inverse_temperatures, filled["top1_mode"])

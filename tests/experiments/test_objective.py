@@ -84,7 +84,9 @@ def test_the_name_of_papers_is_answered_with_the_name_here(short, capsys):
         (["sinkhorn_sort", "--inverse_temperature", "auto"], [0.2] * 5, 100.0, "smce"),  # its default is auto
     ],
 )
-def test_defaults_are_filled_in(words, p_k, beta, mode):
+def test_defaults_are_filled_in(words, p_k, beta, mode, capsys):
     config = fill_in_loss(parsed("--method", *words, "--m", "7"), "smce", train_cifar100.INVERSE_TEMPERATURES)
     assert (config["p_k"], config["inverse_temperature"], config["top1_mode"]) == (p_k, beta, mode)
     assert config["m"] == (7 if mode else None)
+    note = "" if mode else f"note: --m is left out, since {words[0]} sorts nothing\n"
+    assert capsys.readouterr().err == note

@@ -276,7 +276,7 @@ def test_ctrl_c_and_signals_are_passed_on_to_a_run_and_its_child_and_waited_for(
     assert (tmp_path / "saved").exists() == (number == signal.SIGINT)
     assert not (tmp_path / "second").exists()  # no run is started any more
     assert f"{number.name} to 1 runs" in printed
-    assert "0 of 2 runs done; stopped: the same call continues" in printed
+    assert "0 of 2 runs done by this call; stopped: the same call continues" in printed
     assert "FAILED" not in printed
 
 

@@ -332,6 +332,8 @@ def test_a_run_that_stands_twice_and_a_line_that_is_cut_short_are_refused(made, 
         ({"test_top1": "61.0"}, [], "61 is no fraction in [0, 1]"),
         ({"test_top1": "0,61"}, [], "column test_top1 of"),
         ({"p_k": "one"}, [], "p_k is 'one', which no run writes"),
+        ({"seed": ""}, ["--paired", "softmax_cross_entropy"], "has no seed: repair or delete its line"),
+        ({"seed": ""}, [], "has no seed: repair or delete its line"),
         ({}, ["--paired", "softsort"], "has no run of softsort; it has softmax_cross"),
         ({}, ["--temperatures", "--where", "seed=7"], "leaves no run"),
     ],
@@ -405,6 +407,28 @@ def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(
     )
     by_rate = {(row["learning rate"], row["limit_train"]): row["Δ top-1"] for row in cells(text, "softmax")}
     assert by_rate == {("0.001", ""): "", ("0.002", ""): "+10.00 ± 0.00", ("0.001", "500"): ""}
+
+
+def test_a_run_more_with_a_lucky_validation_is_no_baseline(made, cifar_run):
+    rows = [cifar_run(seed, 0.60, 0.85) for seed in (0, 1, 2)]
+    rows += [cifar_run(seed, 0.50, 0.80, lr="0.002", valid_top1="0.1") for seed in (0, 1, 2)]
+    rows += [cifar_run(0, 0.40, 0.70, lr="0.004", valid_top1="0.99")]
+    rows += [cifar_run(seed, 0.61, 0.85, "neuralsort") for seed in (0, 1, 2)]
+    text = made(rows, "--paired", "softmax_cross_entropy")[1]
+    assert [(row["Δ top-1"], row["seeds"]) for row in cells(text, "neuralsort")] == [("+1.00 ± 0.00", "3")]
+    assert "the best by validation of those with the most seeds" in text
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [({"precision": "bf16"}, "precision"), ({"eval_freq": "7"}, "eval_freq"), ({"seed": "7"}, "the seed")],
+)
+def test_where_nothing_is_paired_a_sentence_says_in_what_runs_differ(made, cifar_run, other, differs):
+    rows = [changed(cifar_run(0, 0.60, 0.85), **other), cifar_run(0, 0.61, 0.85, "neuralsort")]
+    status, text, error = made(rows, "--paired", "softmax_cross_entropy")
+    assert (status, text) == (2, "")
+    assert "has the seed and the settings of data and training of a run of softmax_cross_entropy" in error
+    assert differs in error
 
 
 def test_paired_differences_of_runs_that_have_top_1_only(made, cifar_run):

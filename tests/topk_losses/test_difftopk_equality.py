@@ -35,6 +35,17 @@ def test_every_p_k_top1_mode_and_m(method, top1_mode, p_k):
         assert_equal(method, p_k, n, m, top1_mode=top1_mode)
 
 
+@pytest.mark.parametrize("top1_mode", TOP1_MODES)
+def test_neuralsort_at_equal_scores(top1_mode):
+    logits, labels = random_batch(8, 16, 1.0, torch.float32)
+    logits = logits.round()
+    logits[0] = 0
+    build = {"method": "neuralsort", "p_k": [0.2] * 5, "num_classes": 16, "top1_mode": top1_mode}
+    ours = value_and_gradient(make_loss(**build), logits, labels)
+    theirs = value_and_gradient(make_official_loss(**build), logits, labels)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("beta", [0.5, 10.0])
 @pytest.mark.parametrize("method", ["odd_even", "bitonic", "splitter_selection"])

@@ -396,6 +396,20 @@ def test_p_k_and_the_inverse_temperature_can_be_set_later(method):
         loss(logits, labels)
 
 
+@pytest.mark.parametrize("settings", [{"m": 5}, {"num_classes": 5}])
+def test_a_part_of_p_k_on_the_rank_within_which_all_are_gets_a_warning(settings):
+    with pytest.warns(UserWarning, match=r"p_k has 0.25 of its mass on rank 5.*the loss is at most 1.39 however low"):
+        loss = TopKCrossEntropyLoss("lapsum", p_k={1: 0.75, 5: 0.25}, **settings)
+    far = torch.tensor([[0.0, 50, 60, 70, 80]])
+    assert float(loss(far, torch.tensor([0]))) == pytest.approx(1.386, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_p_k_below_that_rank_gets_none():
+    TopKCrossEntropyLoss("lapsum", p_k={1: 0.5, 4: 0.5}, m=5)
+    TopKCrossEntropyLoss("lapsum", p_k={1: 0.5, 5: 0.5})
+
+
 @pytest.mark.parametrize("method", [name for name in RELAXED if name not in GUARDED])
 def test_p_k_of_the_loss_is_scaled_and_that_of_a_call_taken_as_it_is_in_value_and_gradient(method):
     logits, labels = random_batch()

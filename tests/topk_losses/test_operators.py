@@ -1,5 +1,6 @@
 """The relaxed operators against their textbook definitions, gradcheck, hard limits, corners and each other."""
 
+import itertools
 import math
 
 import pytest
@@ -76,9 +77,8 @@ def test_derivatives(name, distribution, n, k):
         assert gradgradcheck(lambda s: operator.rank_probabilities(s, labels), (logits,))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "softsort"])
+@pytest.mark.parametrize("name", NAMES)
 def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
-    """Except softsort: |s_[k] - s_j| has no derivative there, and the column takes the one from below."""
     operator = build(name, 5, 3.0)
     labels = torch.arange(8)
     logits = (2 * random_logits(8, 20)).round()
@@ -86,6 +86,26 @@ def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
     _, column = value_and_gradient(lambda s: operator.rank_probabilities(s, labels) * weights, logits)
     _, matrix = value_and_gradient(lambda s: true_class(operator(s), labels) * weights, logits)
     torch.testing.assert_close(column, matrix, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "df_topk"])
+@pytest.mark.parametrize("logits", [[0.0] * 4, [1.0, 0, 0, 0], [1.0, 1, 0, 0], [2.0, 1, 1, 0]])
+def test_at_ties_the_gradient_is_the_mean_over_all_orders(name, logits):
+    """So it does not depend on the order of the classes. Except df_topk, which moves two scores only."""
+    logits = torch.tensor([logits], dtype=torch.float64)
+    distribution = "cauchy" if name in NETWORKS else None  # that of ART is steep there, with a mean slope of its own
+    steps = 1e-9 * torch.tensor(list(itertools.permutations(range(4))), dtype=torch.float64)  # (24, 4)
+    weights = torch.tensor([1.0, 0.7, 0.3], dtype=torch.float64)
+    for k in (1, 2, 3):
+        operator = build(name, k, 2.0, distribution)
+        for label in range(4):
+
+            def weighted(s, operator=operator, label=label, k=k):
+                return operator.rank_probabilities(s, torch.full((len(s),), label)) * weights[:k]
+
+            _, gradient = value_and_gradient(weighted, logits)
+            _, of_orders = value_and_gradient(weighted, logits + steps)
+            torch.testing.assert_close(gradient, of_orders.mean(0, keepdim=True), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "recall_surrogate"])

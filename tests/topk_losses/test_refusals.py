@@ -109,7 +109,7 @@ CONSTRUCTIONS = [
     *((loss, "soft_labels", ["any"], "has one true class; it knows no soft") for loss in (*SINGLE_K, *TOP1)),
     # operators
     (partial(make_operator("softsort").permutation_matrix, torch.zeros(2, 9)), "k", [10], "n=9, got 10"),
-    (partial(mask, 3), "inverse_temperature", ["auto"], 'for a loss "auto"'),
+    (partial(mask, 3), "inverse_temperature", ["auto"], '"auto", which follows'),
     (SparseTopK, "p", [3], "p must be 2 or 4/3, got 3"),
     (SinkhornSort, "tolerance", [0.0], "tolerance must be"),
     (SinkhornSort, "max_iterations", [0], "max_iterations must be"),

@@ -93,6 +93,20 @@ def test_where_no_precision_knows_the_probability_its_logarithm_is_known(kind, d
     assert bool(gradient.isfinite().all())
 
 
+@pytest.mark.parametrize("q", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generalized_cross_entropy_has_a_gradient_however_small_p_is(q, dtype):
+    logits, labels = rows_with_a_gap([0.0, 5.0, 20.0, 30.0, 80.0], dtype)
+    _, gradient = value_and_gradient(make_loss("generalized_cross_entropy", q=q, reduction="sum"), logits, labels)
+    p = logits.double().softmax(1)
+    wrong = torch.nn.functional.one_hot(labels, N) - p
+    want = -(p.gather(1, labels.unsqueeze(1)) ** q) * wrong
+    # what is right lies as close to 0 as 1 - p
+    is_right = (p.gather(1, labels.unsqueeze(1)) > 0.9).expand_as(p)
+    torch.testing.assert_close(gradient.double()[~is_right], want[~is_right], rtol=1e-4, atol=1e-37)
+    torch.testing.assert_close(gradient.double()[is_right], want[is_right], rtol=1e-4, atol=1e-6)
+
+
 CASES = [(*case, {}) for case in WITH_MODES] + [(*case, {"noise_rate": 0.3}) for case in MODES if case[1] != "smce"]
 CASES += [(method, mode, {"soft_labels": "any"}) for method, mode in MODES]
 CASES += [(method, None, {"label_smoothing": 0.1}) for method in DETERMINISTIC]
