@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
+from topk_losses.compilers import has_known_values
 from topk_losses.numerics import centered, finite, largest, select_labels, select_ranks
 from topk_losses.operator import TopKOperator
 
@@ -84,9 +85,11 @@ class NeuralSort(TopKOperator):
         depth_before = pad(steps.where(~is_behind, 0).flip(2).cumsum(2).flip(2), (0, 1))
         depth_of_top = depth_behind + depth_before  # (rows, k, k)
 
-        without_order = tie_correction(sorted_scores) * inverse_temperature
         nan_of_infinity = 0 * sorted_scores[:, :1].detach()  # (rows, 1), NaN for a row with NaN or +inf
-        added = (nan_of_infinity - without_order).unsqueeze(1)  # (rows, 1, n), 0 or NaN
+        added = nan_of_infinity.expand_as(sorted_scores)  # (rows, n)
+        if may_hold((sorted_scores[:, 1:] == sorted_scores[:, :-1]).any()):
+            added = added - tie_correction(sorted_scores) * inverse_temperature
+        added = added.unsqueeze(1)  # (rows, 1, n), 0 or NaN
 
         gaps_of_rest = gaps[:, k - 1 :]  # (rows, n - k)
         places_behind_k = torch.arange(n - k, device=scores.device)
@@ -95,6 +98,11 @@ class NeuralSort(TopKOperator):
         depth_of_rest = depth_of_top[:, :, -1:] + (2 * (k - i) + 1) * D + (2 * E + added[:, :, k:])
         depth = torch.cat([depth_of_top + added[:, :, :k], depth_of_rest], dim=2)  # (rows, k, n)
         return (-depth).log_softmax(2), order
+
+
+def may_hold(condition: Tensor) -> bool:
+    """Tell whether a condition () is true, or cannot be read without waiting for a device."""
+    return not has_known_values(condition) or bool(condition)
 
 
 def tie_correction(x: Tensor) -> Tensor:
@@ -182,8 +190,11 @@ def top_scores(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     top = scores.gather(1, largest(scores, k))  # (rows, k)
     kth = top[:, -1:]
-    is_equal = top.unsqueeze(2) == top.unsqueeze(1)  # (rows, k, k)
     is_kth = scores == kth  # (rows, n): the only ones that may be equal to one of the k, and not among them
+    is_next = top[:, 1:] == top[:, :-1]  # (rows, k - 1)
+    if not may_hold((is_kth.sum(1) > 1).any() | is_next.any()):
+        return top, torch.zeros_like(top)
+    is_equal = top.unsqueeze(2) == top.unsqueeze(1)  # (rows, k, k)
     num_equal = torch.where(top == kth, is_kth.sum(1, keepdim=True), is_equal.sum(2))  # (rows, k)
     zero = scores - scores.detach()
     zero_of_top = top - top.detach()
