@@ -185,8 +185,8 @@ class SoftSort(TopKOperator):
 def top_scores(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest scores, falling, and the slope of |s_[i] - s_j| by s_j where both are equal: (rows, k) each.
 
-    Both are means over all orders of equal scores: each of them has an equal part of the gradient of s_[i], and class j
-    has place i or one before or behind it, but not both it and another class.
+    Both are means over all orders of the equal scores. So these have equal parts of the gradient of s_[i], and the
+    slope goes by how often class j stands before place i, and how often behind it.
     """
     top = scores.gather(1, largest(scores, k))  # (rows, k)
     kth = top[:, -1:]

@@ -116,7 +116,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             certain = float(rows[..., -1].max())
             message = (
                 f"p_k has {certain:g} of its mass on rank {num_sorted}, but only {num_sorted} scores are sorted (m, or "
-                f"the number of classes without m): all are within that rank, so that the loss is at most "
+                "the number of classes without m): all are within that rank, so that the loss is at most "
                 f"{-math.log(certain):.3g} however low the true class lies; take a lower rank, or raise m"
             )
             warnings.warn(message, UserWarning, stacklevel=3)
