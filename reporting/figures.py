@@ -36,7 +36,7 @@ plt.style.use(Path(__file__).with_name("report.mplstyle"))
 NARROW = 5.2  # inches of a figure that can be read on a telephone, too
 WIDEST = 35  # points of accuracy that a panel shows
 LEAST_GAIN = -1.0  # points of difference at which the axis of the figures of wrong labels is cut
-SHOWN = (-3.4, 3.6)  # points of difference in the figure of findings
+SHOWN = (-3.4, 3.8)  # points of difference in the figure of findings
 BETTER_LEFT = "←"
 BETTER_RIGHT = "→"
 SIDE_BY_SIDE = 1.05  # from one to the next of the points at the same number of labels, on a logarithmic axis
