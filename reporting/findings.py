@@ -181,12 +181,12 @@ def number_of_lines(file: str, conditions: str) -> int:
 
 
 def commits(comparison: Comparison) -> str:
-    """The commits of a comparison's paired runs; of a file of scripts/epochs.py those of its finished runs."""
+    """The commits of a comparison's paired runs; of a file of scripts/epochs.py those of its own finished runs."""
     loss = loss_runs(comparison)
     baseline = baseline_runs(comparison)
     runs = pd.concat([loss, baseline[baseline["seed"].isin(loss["seed"])]])
     if comparison.epoch is not None:
-        finished = runs_that_meet("table1.csv", "")
+        finished = runs_that_meet(comparison.file.replace("_epochs", ""), "")
         runs = finished[finished["run_id"].isin(runs["run_id"])]
     resumed = runs["git_commit"].str.split("+").explode()
     return ", ".join(sorted(set(resumed.map(short_commit)))) or "none recorded"
