@@ -79,20 +79,27 @@ def as_markdown(path: Path, runs: pd.DataFrame) -> str:
     """Markdown: what runs reached at the milestones, and their differences to cross-entropy."""
     table = with_means(path, runs)
     lines = lines_of(table)
-    baselines = {experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == CROSS_ENTROPY}
+    baselines = []
+    experiments = set()
+    for line in lines:
+        if line["method"].iloc[0] == CROSS_ENTROPY:
+            baselines.append(line)
+            experiments.add(experiment(line))
     published = published_ends(path, table)
     reached = []
     gains = []
     for line, setting in zip(lines, own_settings(lines)):
         reached += reached_by(line, setting, published)
-        base = baselines.get(experiment(line))
-        if base is not None and base is not line:
-            gains += gains_by(line, base, setting)
+        for base in baselines:
+            if base is not line and experiment(base) == experiment(line):
+                gains += gains_by(line, base, setting)
     pairs = []
     for row in table[["method", "p_k"]].drop_duplicates().itertuples():
         pairs.append(f"{row.method} {markdown.p_k(row.p_k)}")
     differences = ""
-    if gains:  # a file of cross-entropy alone has none
+    if len(experiments) < len(baselines):
+        differences = f"{about_several(baselines)}\n\n"
+    elif gains:  # a file of cross-entropy alone has none
         caption = "Difference to cross-entropy in points, paired by seed, ± 95 % interval."
         differences = f"{caption}\n\n{markdown.table(gains)}\n\n"
     machines = ", ".join(sorted(set(table["device_name"])))
@@ -101,6 +108,19 @@ def as_markdown(path: Path, runs: pd.DataFrame) -> str:
         f"Test accuracy in percent, mean of the last {WINDOW} epochs, and at the best validation epoch so far.\n\n"
         f"{markdown.table(reached)}\n\n{differences}"
         f"Runs: {path.name}, {machines}, precision {precision}. P_K: {'; '.join(pairs)}.\n"
+    )
+
+
+def about_several(baselines: list[pd.DataFrame]) -> str:
+    """Say in what the runs of cross-entropy differ, and how one setting is kept."""
+    identity = identity_of(pd.concat(baselines))
+    differing = identity.loc[:, identity.nunique() > 1]
+    keep = []
+    for name in differing:
+        keep.append(f"--where {CROSS_ENTROPY}:{name}={differing[name].iloc[-1]}")
+    return (
+        f"No differences: cross-entropy has several settings, which differ in {', '.join(differing)}. "
+        f"Keep one: {' '.join(keep)}"
     )
 
 

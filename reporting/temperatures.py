@@ -8,13 +8,14 @@ import pandas as pd
 from reporting import markdown, tables
 from reporting.compare import Interval
 from reporting.frames import METRICS, VALID, identity_of, lines_of, p_k_of, read_runs
+from studies.tuning import DIGITS
 from topk_losses import METHODS
 
 LOGIT_STD = "last_test_logit_std"
 CAPTION = (
     "Test accuracy in percent at the inverse temperature that validation chose, ± standard deviation over seeds. In "
-    "brackets: times the default, and whether it is the least or the largest that was tried. Beside it the default "
-    "and, where they ran, auto and the better schedule."
+    "brackets: times the default, whether it is the least or the largest that was tried, and which others tie on "
+    "validation. Beside it the default and, where they ran, auto and the better schedule, of the same seeds."
 )
 
 
@@ -37,9 +38,16 @@ def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
 def temperatures(name: str, runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """The cells of each method's best inverse temperature by validation, and where the runs come from.
 
-    Best: by the mean over the seeds of P_K(1) top-1 + (1 - P_K(1)) top-5.
+    Best: by the mean of P_K(1) top-1 + (1 - P_K(1)) top-5 over the seeds that all temperatures of a line have. The
+    least of those that tie.
+
+    Raises:
+        ValueError: the temperatures of a line have no seed in common.
     """
-    lines = temperature_lines(runs)
+    lines = []
+    for line in temperature_lines(runs):
+        lines.append(of_common_seeds(line))
+    runs = pd.concat(lines)
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
     own, shared = markdown.settings_of(firsts, identity_of(firsts, ["method", "p_k", "inverse_temperature"]))
     rows = []
@@ -56,6 +64,19 @@ def temperatures(name: str, runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     return markdown.without_empty_columns(cells), markdown.origin(name, runs, shared)
 
 
+def of_common_seeds(line: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the seeds that each inverse temperature of a line has."""
+    is_common = line.groupby("seed")["inverse_temperature"].transform("nunique")
+    common = line[is_common == line["inverse_temperature"].nunique()]
+    if common.empty:
+        first = line.iloc[0]
+        raise ValueError(
+            f"no seed has run at every inverse temperature of {first['method']} with P_K {markdown.p_k(first['p_k'])}, "
+            "so that nothing says which is the best: leave some out by --where seed=..."
+        )
+    return common
+
+
 def as_markdown(name: str, runs: pd.DataFrame) -> str:
     cells, source = temperatures(name, runs)
     return f"{CAPTION}\n\n{markdown.table(cells)}\n\n{source}\n"
@@ -66,7 +87,7 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     groups = line.groupby("inverse_temperature", sort=False)
     means = groups[[*METRICS, *VALID, "number"]].mean()
     share = p_k_of(line["p_k"].iloc[0])[0]
-    aim = share * means["valid_top1"] + (1 - share) * means["valid_top5"]
+    aim = (share * means["valid_top1"] + (1 - share) * means["valid_top5"]).round(DIGITS)
     is_schedule = aim.index.str.contains(":")
     constant = aim[~is_schedule & (aim.index != "auto")]
     schedules = aim[is_schedule]
@@ -78,6 +99,7 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     if method is not None:  # not a user's own
         default = method.inverse_temperature
     cells = best_cells(chosen, means["number"], default)
+    cells["inverse temperature"] += about_ties(constant)
     for metric, label in METRICS.items():
         cells[label] = markdown.mean_std(chosen[metric])
     others = {"auto": "auto"}
@@ -94,6 +116,14 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
             cells[f"{kind} {label}"] = markdown.fixed(mean)
     cells["seeds"] = str(len(chosen))
     return cells
+
+
+def about_ties(aim: pd.Series) -> str:
+    """The inverse temperatures that are as good as the first of the best."""
+    ties = aim.index[aim == aim.max()][1:]
+    if ties.empty:
+        return ""
+    return f", as good as {', '.join(ties)}"
 
 
 def best_cells(chosen: pd.DataFrame, numbers: pd.Series, default: float | None) -> dict[str, str]:

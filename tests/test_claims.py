@@ -1,5 +1,6 @@
 """What README and findings say in words, asked of results/repository/. A failure here means: read the pages again."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -752,7 +753,15 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
     for loss in ("splitter", "LapSum"):
         (row,) = [row for row in found if "people" in row["labels"] and row["difference"] == f"{loss} − GCE"]
         assert not row["Δ top-5"].endswith("(gain)")
-    assert "Where ten seeds choose, neither it nor LapSum gains." in every_text
+        assert row["Δ top-1"].startswith("+0.20 ") and row["Δ top-1"].endswith("(gain)")
+    assert (
+        "Where ten seeds choose, neither it nor LapSum gains top-5, and both gain 0.20 of top-1, by Holm's method LapSum "
+        "alone." in every_text
+    )
+    by_name = {item.key: item for item in findings.COMPARISONS}
+    of_lapsum = dataclasses.replace(by_name["H3"], loss="method=lapsum")
+    assert findings.is_dropped_by_holm(by_name["H3"], "test_top1")
+    assert not findings.is_dropped_by_holm(of_lapsum, "test_top1")
     counted = [row for row in found if row["difference"].startswith("forward correction, T from")]
     (people,) = [row for row in counted if "people" in row["labels"]]
     assert {row["labels"][:4] for row in counted if row is not people} == {"40 %", "20 %"}

@@ -419,6 +419,17 @@ def test_a_run_more_with_a_lucky_validation_is_no_baseline(made, cifar_run):
     assert "the best by validation of those with the most seeds" in text
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_baselines_that_tie_on_validation_the_better_in_test_is_taken(made, cifar_run, order):
+    """Validation accuracies whose sums differ in the last digit alone tie, too."""
+    rows = []
+    for lr, top1, valid in (("0.001", 0.60, (0.1, 0.2, 0.3)), ("0.002", 0.62, (0.3, 0.2, 0.1))):
+        rows += [cifar_run(seed, top1, 0.85, lr=lr, valid_top1=valid[seed]) for seed in range(3)]
+    rows += [cifar_run(seed, 0.61, 0.85, "neuralsort") for seed in range(3)]
+    text = made(rows[::order], "--paired", "softmax_cross_entropy")[1]
+    assert [row["Δ top-1"] for row in cells(text, "neuralsort")] == ["−1.00 ± 0.00"]
+
+
 @pytest.mark.parametrize(
     ("other", "differs"),
     [({"precision": "bf16"}, "precision"), ({"eval_freq": "7"}, "eval_freq"), ({"seed": "7"}, "the seed")],
@@ -475,7 +486,7 @@ def temperatures(row):
         *run("1.0", "0.5", (0, 1), (0.4, 0.8), (0.9, 0.3)),
         *run("1.0", "4.0", (0, 1), (0.1, 0.1), (1.0, 1.0)),
         *run("auto", "auto", (0, 1), (1.0, 1.0), (0.2, 0.7), last_inverse_temperature=3),
-        *run("0.1:5", "0.1:5", (0,), (0.7, 0.7), (0.4, 0.6), last_inverse_temperature=4.9),
+        *run("0.1:5", "0.1:5", (0, 1), (0.7, 0.7), (0.4, 0.6), last_inverse_temperature=4.9),
         *run("1.0", "1.0", (0,), (0.6, 0.7), (0.3, 0.5), m=16),
         *run("1.0", "1.0", (0,), (0.9, 0.9), (0.1, 0.1), n_epochs=9),  # another experiment, and a line of its own
     ]
@@ -508,6 +519,32 @@ def test_of_temperatures_validation_chooses_test_reports_and_other_settings_are_
     assert (line["schedule"], line["schedule top-1"], line["schedule top-5"]) == ("0.1:5", "40.00", "60.00")
     assert lines["100", "9"]["top-1"] == "10.00"
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"t_.5_0_0_0_.5.svg"}
+
+
+def test_temperatures_are_compared_on_the_seeds_that_all_have(made, row):
+    """The seed of the one that others lack does not count, and with none in common nothing is chosen."""
+    own = row("temperature", inverse_temperature="1.0")
+
+    def run(beta, seed, valid, test):
+        return changed(own, inverse_temperature=beta, seed=seed, valid_top1=valid, test_top1=test)
+
+    rows = [run("1.0", 0, 0.5, 0.6), run("1.0", 1, 0.1, 0.9), run("4.0", 0, 0.4, 0.7)]
+    (line,) = cells(made(rows, "--temperatures", name="t.csv")[1], "lml")
+    assert (line["inverse temperature"], line["top-1"], line["seeds"]) == ("1 (4x, the least)", "60.00", "1")
+    status, _, error = made(rows[1:], "--temperatures", name="t.csv")
+    assert status == 2
+    assert "no seed has run at every inverse temperature of lml" in error
+
+
+def test_the_least_of_temperatures_that_tie_is_shown_with_the_others(made, row):
+    """Means over seeds in another order, whose sums differ in the last digit."""
+    own = row("temperature", inverse_temperature="1.0")
+    rows = []
+    for beta, valid in (("4.0", (0.1, 0.2, 0.3)), ("1.0", (0.3, 0.2, 0.1))):
+        for seed in range(3):
+            rows.append(changed(own, inverse_temperature=beta, seed=seed, order_seed=seed, valid_top1=valid[seed]))
+    (line,) = cells(made(rows, "--temperatures", name="t.csv")[1], "lml")
+    assert line["inverse temperature"] == "1 (4x, the least), as good as 4"
 
 
 def test_of_beam_search_differences_are_taken_within_a_seed_and_a_setting(made, row):
@@ -695,6 +732,20 @@ def test_of_runs_that_differ_in_an_unknown_column_a_condition_keeps_one(made, tw
 def test_epochs_without_cross_entropy_have_a_table():
     """The pages have the tables of every other kind of file."""
     assert report.main([str(RESULTS / "implementation_epochs.csv")]) == 0
+
+
+def test_epochs_with_two_settings_of_cross_entropy_have_no_differences_until_one_is_kept(tmp_path, capsys):
+    plain, smooth = (pd.read_csv(RESULTS / f"table1{name}_epochs.csv", dtype=str) for name in ("", "_smoothing"))
+    path = tmp_path / "epochs.csv"
+    pd.concat([smooth.assign(n_epochs="200"), plain]).to_csv(path, index=False)
+    assert report.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "paired by seed" not in said
+    about, _, keep = said.partition(" Keep one: ")
+    assert about.endswith("No differences: cross-entropy has several settings, which differ in label_smoothing.")
+    assert report.main([str(path), *keep.splitlines()[0].split()]) == 0
+    said = capsys.readouterr().out
+    assert ("No differences" in said, "paired by seed" in said) == (False, True)
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
