@@ -391,13 +391,22 @@ class ClassificationLoss(KeepsPrecision):
     def _as_it_is(self) -> Self:
         """Return a copy with the settings of now, also those in buffers: the backward pass may find others."""
         kept = copy.copy(self)
-        kept._buffers = dict(self._buffers)
+        kept._buffers = {}
+        for name, numbers in self._buffers.items():
+            kept._buffers[name] = None if numbers is None else numbers.clone()
         return kept
 
     def _can_repeat(self, logits: Tensor) -> bool:
         """Tell whether the backward pass may compute a loss again."""
         is_eager = not torch.compiler.is_compiling() and not is_transforming()
-        return is_eager and is_ordinary(logits) and not self.is_stochastic()
+        return is_eager and is_ordinary(logits) and not self.is_stochastic() and not self._learns_more()
+
+    def _learns_more(self) -> bool:
+        """Tell whether an own loss has parameters besides the temperature: Recomputed returns no gradient of them."""
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad and name.partition(".")[0] != self.temperature_name:
+                return True
+        return False
 
     def _loss_of_copies(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""

@@ -62,7 +62,7 @@ def log_slope_of_capped(t: Tensor) -> Tensor:
 
 def log_slope_of_clip(t: Tensor) -> Tensor:
     is_inside = (t > 0) & (t < 1)
-    return torch.where(is_inside, 0.0, MASKED).to(t.dtype)
+    return torch.zeros_like(t).masked_fill(~is_inside, MASKED)
 
 
 def log_slope_of_clip_cubed(t: Tensor) -> Tensor:
@@ -79,19 +79,21 @@ class Family(NamedTuple):
         log_slope: log f' of t, MASKED where f' is 0.
         root: theta (rows, J) of z (rows, n), the largest of which is 0, and k (rows, J), none of which exceeds a third
             argument.
+        has_zeros: whether f reaches 0.
     """
 
     value: Callable[[Tensor], Tensor]
     log_slope: Callable[[Tensor], Tensor]
     root: Callable[[Tensor, Tensor, int], Tensor]
+    has_zeros: bool = False
 
 
 FAMILIES = {
     "logistic": Family(logsigmoid, log_slope_of_logistic, roots.logistic_root),
     "laplace": Family(log_laplace, log_slope_of_laplace, roots.laplace_root),
     "capped": Family(log_capped, log_slope_of_capped, roots.capped_root),
-    "linear": Family(clip, log_slope_of_clip, roots.linear_root),
-    "cubic": Family(clip_cubed, log_slope_of_clip_cubed, roots.cubic_root),
+    "linear": Family(clip, log_slope_of_clip, roots.linear_root, has_zeros=True),
+    "cubic": Family(clip_cubed, log_slope_of_clip_cubed, roots.cubic_root, has_zeros=True),
 }
 
 
@@ -151,8 +153,15 @@ class ThresholdOperator(TopKOperator):
     """
 
     default_inverse_temperature: ClassVar[float] = 0.25
-    returns_logarithms: ClassVar[bool] = True
     family: ClassVar[str]
+
+    @property
+    def returns_logarithms(self) -> bool:  # type: ignore[override]
+        return not self.has_zeros
+
+    @property
+    def has_zeros(self) -> bool:  # type: ignore[override]
+        return FAMILIES[self.family].has_zeros
 
     def topk_probabilities(
         self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
@@ -305,8 +314,6 @@ class SparseTopK(ThresholdOperator):
 
     default_inverse_temperature: ClassVar[float] = 0.1
     logit_std: ClassVar[float | None] = 0.7
-    returns_logarithms: ClassVar[bool] = False
-    has_zeros: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.p not in (2, 4 / 3):

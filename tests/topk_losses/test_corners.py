@@ -192,7 +192,7 @@ def test_checks_change_nothing_where_inputs_are_right(kind, way):
 # PyTorch's default type decides nothing.
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", ["labels", "masked", "corrected"])
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_the_default_type_of_pytorch_changes_no_number(method, kind, default):

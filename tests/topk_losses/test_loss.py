@@ -477,6 +477,22 @@ def test_no_setting_that_is_assigned_after_the_forward_pass_changes_its_gradient
         assert torch.equal(*gradients)
 
 
+def test_a_matrix_that_changes_in_place_after_the_forward_pass_changes_no_gradient_of_it(monkeypatch):
+    """Where the backward pass computes the loss again; elsewhere PyTorch raises an error."""
+    monkeypatch.setattr(classification, "SCORES_AT_ONCE", 40)
+    logits, labels = random_batch()
+    logits.requires_grad_()
+    target = one_hot(labels, 12).double().lerp(one_hot(labels.roll(1), 12).double(), 0.3)
+    gradients = []
+    for is_changed in (False, True):
+        loss_fn = make_loss("forward_correction", num_classes=12, T=torch.eye(12, dtype=torch.float64) * 0.4 + 0.05)
+        loss = loss_fn(logits, target)
+        if is_changed:
+            loss_fn.T.fill_(1 / 12)
+        gradients.append(torch.autograd.grad(loss, logits)[0])
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("method", [method for method in LEARNABLE if METHODS[method].takes != "top-1"])
 def test_few_rows_at_a_time_have_the_losses_of_all_rows(method, monkeypatch):
     """Of every class: the losses, and the gradients of logits, inverse temperature and P_K of each sample."""

@@ -21,13 +21,16 @@ from topk_losses import (
     METHODS,
     ClassificationLoss,
     RelaxedNetwork,
+    SparseTopK,
     TopKCrossEntropyLoss,
     TopKOperator,
+    classification,
     make_loss,
     make_operator,
     register_operator,
 )
 from topk_losses.temperature import AutoTemperature
+from topk_losses.threshold import ThresholdOperator
 
 AUTO = [method for method in LEARNABLE if method in FOLLOW]
 
@@ -228,6 +231,47 @@ class WithAttribute(TopKOperator):
     def __init__(self, sign):
         super().__init__()
         self.sign = sign
+
+
+class Scaled(ClassificationLoss):
+    """Cross-entropy of scores times a parameter."""
+
+    def __init__(self, **common):
+        super().__init__(**common)
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def loss_of_labels(self, logits, labels, call):
+        return -(self.scale * logits).log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_parameter_of_an_own_loss_has_its_gradient_at_every_size(smoothing, monkeypatch):
+    logits, labels = random_batch()
+    target = nn.functional.one_hot(labels, 12).double().lerp(nn.functional.one_hot(labels.roll(1), 12).double(), 0.3)
+    gradients = []
+    for limit in (1 << 20, 40):
+        monkeypatch.setattr(classification, "SCORES_AT_ONCE", limit)
+        loss = Scaled(label_smoothing=smoothing)
+        loss(logits, target).backward()
+        gradients.append(loss.scale.grad)
+    assert gradients[0] != 0
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("family", "p"), [("linear", 2), ("cubic", 4 / 3)])
+def test_an_own_operator_of_a_family_is_that_of_the_library(family, p):
+    """The family says whether f or its logarithm comes back."""
+
+    class Own(ThresholdOperator):
+        default_inverse_temperature = 1.0
+
+    Own.family = family
+    logits, labels = random_batch()
+    p_k = {1: 0.5, 3: 0.5}
+    own, ours = (TopKCrossEntropyLoss(operator, p_k, inverse_temperature=1.0) for operator in (Own(), SparseTopK(p)))
+    assert torch.equal(own(logits, labels), ours(logits, labels))
+    with pytest.raises(ValueError, match="P_K"):
+        TopKCrossEntropyLoss(Own(), {3: 1.0}, inverse_temperature=1.0)
 
 
 class TakesSeveral(ClassificationLoss):
