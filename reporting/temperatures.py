@@ -20,9 +20,14 @@ CAPTION = (
 
 
 def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """The runs of each configuration but the temperature, by P_K and the library's order.
+    """The runs of each configuration but the temperature, of the seeds that all temperatures have.
+
+    They stand by P_K and in the library's order.
 
     number: the inverse temperature, NaN where it is none or changes. ended_at: what it was at the end.
+
+    Raises:
+        ValueError: the temperatures of a configuration have no seed in common.
     """
     number = pd.to_numeric(runs["inverse_temperature"], errors="coerce")
     ended_at = number
@@ -32,21 +37,15 @@ def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
     runs = runs.assign(number=number, ended_at=ended_at.fillna(0), place=place)
     runs = runs.sort_values(["place", "ended_at"], kind="stable")
     runs = runs.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
-    return lines_of(runs, ["inverse_temperature"])
+    return list(map(of_common_seeds, lines_of(runs, ["inverse_temperature"])))
 
 
 def temperatures(name: str, runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """The cells of each method's best inverse temperature by validation, and where the runs come from.
 
-    Best: by the mean of P_K(1) top-1 + (1 - P_K(1)) top-5 over the seeds that all temperatures of a line have. The
-    least of those that tie.
-
-    Raises:
-        ValueError: the temperatures of a line have no seed in common.
+    Best: by the mean over the seeds of P_K(1) top-1 + (1 - P_K(1)) top-5. The least of those that tie.
     """
-    lines = []
-    for line in temperature_lines(runs):
-        lines.append(of_common_seeds(line))
+    lines = temperature_lines(runs)
     runs = pd.concat(lines)
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
     own, shared = markdown.settings_of(firsts, identity_of(firsts, ["method", "p_k", "inverse_temperature"]))
@@ -98,8 +97,7 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     method = METHODS.get(line["method"].iloc[0])
     if method is not None:  # not a user's own
         default = method.inverse_temperature
-    cells = best_cells(chosen, means["number"], default)
-    cells["inverse temperature"] += about_ties(constant)
+    cells = best_cells(chosen, means["number"], default, about_ties(constant))
     for metric, label in METRICS.items():
         cells[label] = markdown.mean_std(chosen[metric])
     others = {"auto": "auto"}
@@ -119,14 +117,14 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
 
 
 def about_ties(aim: pd.Series) -> str:
-    """The inverse temperatures that are as good as the first of the best."""
+    """Name the inverse temperatures that tie with the least of the best; "" without any."""
     ties = aim.index[aim == aim.max()][1:]
     if ties.empty:
         return ""
     return f", as good as {', '.join(ties)}"
 
 
-def best_cells(chosen: pd.DataFrame, numbers: pd.Series, default: float | None) -> dict[str, str]:
+def best_cells(chosen: pd.DataFrame, numbers: pd.Series, default: float | None, ties: str) -> dict[str, str]:
     """The best inverse temperature, and its product with the standard deviation of the logits."""
     cells = {"inverse temperature": "—", "times logit std": ""}
     best = chosen["number"].mean()
@@ -137,7 +135,7 @@ def best_cells(chosen: pd.DataFrame, numbers: pd.Series, default: float | None) 
         end = ", the largest"
     if best == numbers.min():
         end = ", the least"
-    cells["inverse temperature"] = f"{best:g} ({best / default:g}x{end})"
+    cells["inverse temperature"] = f"{best:g} ({best / default:g}x{end}){ties}"
     if LOGIT_STD in chosen:
         cells["times logit std"] = f"{best * chosen[LOGIT_STD].mean():.2g}"
     return cells

@@ -755,7 +755,7 @@ def test_where_ten_seeds_choose_the_page_has_the_differences_of_all_draws():
         assert not row["Δ top-5"].endswith("(gain)")
         assert row["Δ top-1"].startswith("+0.20 ")
         assert row["Δ top-1"].endswith("(gain)")
-    said = "neither it nor LapSum gains top-5, and both gain 0.20 of top-1, by Holm's method LapSum alone."
+    said = "neither it nor LapSum gains top-5, and both gain 0.20 of top-1, only LapSum by Holm's method."
     assert f"Where ten seeds choose, {said}" in every_text
     by_name = {item.key: item for item in findings.COMPARISONS}
     of_lapsum = dataclasses.replace(by_name["H3"], loss="method=lapsum")
