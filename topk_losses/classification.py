@@ -14,7 +14,7 @@ from topk_losses import checks
 from topk_losses.compilers import full_precision, has_known_values, is_ordinary, is_transforming
 from topk_losses.numerics import one_hot, to_compute_dtype
 from topk_losses.recomputation import Recomputed
-from topk_losses.temperature import KeepsPrecision, rename_former_keys
+from topk_losses.temperature import KeepsPrecision, current_value, rename_former_keys
 
 REDUCTIONS = ("mean", "sum", "none")
 MEANINGS = ("expected", "any")  # of soft labels
@@ -229,8 +229,11 @@ class ClassificationLoss(KeepsPrecision):
         raise NotImplementedError(f"{type(self).__name__} does not define loss_of_sets")
 
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
-        """Return the inverse temperature of this call; losses that have one override it."""
-        return 1.0
+        """Return the inverse temperature of this call: the attribute that temperature_name names, or 1."""
+        temperature = getattr(self, self.temperature_name, None)
+        if temperature is None:
+            return 1.0
+        return current_value(temperature, logits, is_counted, self.temperature_name)
 
     def settings_of_call(self, inverse_temperature: float | Tensor, p_k: Tensor | None) -> CallSettings:
         """Return the settings of a call; losses with a P_K of their own add it."""
@@ -409,13 +412,17 @@ class ClassificationLoss(KeepsPrecision):
         return False
 
     def _loss_of_copies(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
-        """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""
+        """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c).
+
+        That of a masked class is infinite, without a gradient: the highest class is the label in its place.
+        """
         num_classes = classes.shape[1]
         copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
-        labels = classes.reshape(-1)
+        is_masked = logits.gather(1, classes) == -torch.inf  # (rows, c)
+        labels = torch.where(is_masked, logits.argmax(1, keepdim=True), classes).reshape(-1)
         losses = self.loss_of_labels(copies, labels, call.repeat(num_classes))
         checks.check_shape(self, "loss_of_labels", losses, labels.shape)
-        return losses.view(classes.shape)
+        return losses.view(classes.shape).masked_fill(is_masked, torch.inf)
 
     def _check_settings(self) -> None:
         """Raise ValueError for settings that do not fit each other, and for tensors that were assigned later."""

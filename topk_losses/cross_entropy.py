@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from topk_losses import checks
 from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
 from topk_losses.numerics import centered, is_above, log_add_exp, log_mixture, log_sum_of_others, number_like
-from topk_losses.temperature import Temperature, current_value, make_temperature
+from topk_losses.temperature import Temperature, make_temperature
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
@@ -65,9 +65,6 @@ class LDRKLLoss(ClassificationLoss):
                 "in margin=1, or another inverse temperature"
             )
             warnings.warn(message, UserWarning, stacklevel=2)
-
-    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
-        return current_value(self.inverse_temperature, logits, is_counted)
 
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         beta = number_like(call.inverse_temperature, logits)

@@ -93,10 +93,11 @@ def soft_topk_values(
 ) -> Tensor:
     """Compute the k largest values of x along a dimension, relaxed.
 
-    Value r is sum_j P[r, j] x_j; an entry of -inf is masked out.
+    Value r is sum_j P[r, j] x_j, and -inf where there are less than r entries; those of -inf are masked out.
 
     Args:
-        x, method, inverse_temperature, dim, distribution, art_lambda: as in topk_mask.
+        x, method, inverse_temperature, dim, distribution, art_lambda: as in topk_mask; of the methods those whose
+            indicators sum to k.
         k: an integer from 1 to x.shape[dim].
 
     Returns:
@@ -107,6 +108,12 @@ def soft_topk_values(
     """
     check_logits(x)
     rows = x.movedim(dim, -1)  # (..., n)
-    P = make_operator(method, distribution, art_lambda).permutation_matrix(rows, k, inverse_temperature)  # (..., k, n)
-    values = rows.masked_fill(rows == -torch.inf, 0).unsqueeze(-2)
-    return (P * values).sum(-1).movedim(-1, dim)
+    operator = make_operator(method, distribution, art_lambda)
+    if not operator.sums_to_k:
+        raise ValueError(f"soft_topk_values needs indicators that sum to k, which those of {operator} do not")
+    P = operator.permutation_matrix(rows, k, inverse_temperature)  # (..., k, n)
+    is_masked = rows == -torch.inf
+    values = (P * rows.masked_fill(is_masked, 0).unsqueeze(-2)).sum(-1)  # (..., k)
+    num_unmasked = (~is_masked).sum(-1, keepdim=True)
+    ranks = torch.arange(1, values.shape[-1] + 1, device=x.device)
+    return values.masked_fill(ranks > num_unmasked, -torch.inf).movedim(-1, dim)

@@ -32,6 +32,7 @@ class TopKOperator:
         returns_logarithms: whether the methods above return exact logarithms, whose loss needs no epsilon.
         has_zeros: whether some probabilities are exactly 0, with a gradient of 0, at any temperature.
         exceeds_1: whether P(rank <= k) of a class, a sum of ranks, may exceed 1.
+        sums_to_k: whether P(rank <= k) of all classes sum to k.
         compares_pairs: whether every class at once takes memory (rows, n, n).
         whitens: whether the mean and the standard deviation of the scores are taken away first.
     """
@@ -42,6 +43,7 @@ class TopKOperator:
     returns_logarithms: ClassVar[bool] = False
     has_zeros: ClassVar[bool] = False
     exceeds_1: ClassVar[bool] = False
+    sums_to_k: ClassVar[bool] = True
     compares_pairs: ClassVar[bool] = False
     whitens: ClassVar[bool] = False
 

@@ -31,6 +31,7 @@ class DFTopK(TopKOperator):
     default_inverse_temperature: ClassVar[float] = 0.25
     logit_std: ClassVar[float | None] = 2.0
     returns_logarithms: ClassVar[bool] = True
+    sums_to_k: ClassVar[bool] = False
 
     def topk_probabilities(
         self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
@@ -79,6 +80,7 @@ class RecallSurrogate(TopKOperator):
     default_inverse_temperature: ClassVar[float] = 0.25
     logit_std: ClassVar[float | None] = 2.2
     returns_logarithms: ClassVar[bool] = True
+    sums_to_k: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = True
 
     def topk_probabilities(

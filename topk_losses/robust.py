@@ -159,7 +159,7 @@ def check_transitions(T: Tensor | Sequence[Sequence[float]], num_classes: int | 
         total = float(matrix[row].sum())
         least = float(matrix[row].min())
         raise ValueError(f"{wanted}; row {row} sums to {total:g}, and its least is {least:g}")
-    return matrix
+    return matrix.clone()  # a later change of T is no change of the loss
 
 
 def check_size(T: Tensor, logits: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from topk_losses import checks
 from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
 from topk_losses.numerics import MASKED, centered, finite, largest, log_add_exp, log_sum_of_others
-from topk_losses.temperature import Temperature, current_value, make_temperature
+from topk_losses.temperature import Temperature, make_temperature
 
 
 class SingleKLoss(ClassificationLoss):
@@ -121,9 +121,6 @@ class NoisedTopKLoss(SingleKLoss):
     def _check_settings(self) -> None:
         super()._check_settings()
         self._check_tensor("class_counts")
-
-    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
-        return current_value(self.inverse_temperature, logits, is_counted)
 
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         margins = self._margins(logits)

@@ -150,9 +150,6 @@ class SmoothTopKLoss(SingleKLoss):
         self.tau = checks.check_inverse_temperature(tau, "tau")
         self.alpha = alpha
 
-    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
-        return checks.current_inverse_temperature(self.tau, "tau")
-
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         self.check_k_of(logits)
         smooth, hard = compare_with_kth(logits, labels, [self.k], self._temperature(logits, call))

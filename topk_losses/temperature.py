@@ -156,7 +156,9 @@ def make_temperature(
     return AutoTemperature(logit_std, default)
 
 
-def current_value(temperature: Temperature, logits: Tensor, is_counted: Tensor) -> float | Tensor:
+def current_value(
+    temperature: Temperature, logits: Tensor, is_counted: Tensor, name: str = "inverse_temperature"
+) -> float | Tensor:
     """Return the inverse temperature for a batch of logits (rows, n), of which the rows is_counted (rows,) count.
 
     Raises ValueError where a schedule or training has brought it to 0 or below.
@@ -164,7 +166,7 @@ def current_value(temperature: Temperature, logits: Tensor, is_counted: Tensor) 
     if isinstance(temperature, AutoTemperature):
         temperature.observe(logits, is_counted)
         return temperature.value()
-    return current_inverse_temperature(temperature)
+    return current_inverse_temperature(temperature, name)
 
 
 def rename_former_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *others: object) -> None:

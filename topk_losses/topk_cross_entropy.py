@@ -24,7 +24,7 @@ from topk_losses.compilers import has_known_values
 from topk_losses.methods import TOP1_MODES, find_operator
 from topk_losses.numerics import MASKED, guarded_log, largest, log_add_exp, log_mixture, ranks_like
 from topk_losses.operator import TopKOperator, check_probabilities
-from topk_losses.temperature import Temperature, current_value, make_temperature
+from topk_losses.temperature import Temperature, make_temperature
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
@@ -64,6 +64,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     top1_mode = checks.Checked(partial(checks.check_choice, choices=TOP1_MODES))
     noise_rate = checks.Checked(checks.check_fraction)
     rank_weights: Tensor  # P_K of the ranks that have a weight, (1, J, 1), or (1, J, num_classes)
+    _first_rank: int  # the first that has a weight, of the class where it is highest
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         has_weight = (rows > 0).any(0)  # (K,)
         rank_weights = rows[:, has_weight].T.unsqueeze(0)  # (1, J, 1 or num_classes)
         self.ranks = (has_weight.nonzero().squeeze(1) + 1).tolist()
+        self._first_rank = int((rows > 0).int().argmax(1).max()) + 1
         rank_weights = rank_weights.to(self.rank_weights.device, checks.KEPT_DTYPE)
         # with the strides of its shape, by which processes send it to each other
         self.rank_weights = rank_weights.clone(memory_format=torch.contiguous_format)
@@ -148,9 +150,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.p_k.dim() == 1:
             p_k = [round(weight, 6) for weight in self.p_k.tolist()]
         return f"{super().extra_repr()}, p_k={p_k}"
-
-    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
-        return current_value(self.inverse_temperature, logits, is_counted)
 
     def settings_of_call(self, inverse_temperature: float | Tensor, p_k: Tensor | None) -> CallSettings:
         return CallSettings(inverse_temperature, p_k, tuple(self.ranks), self.rank_weights)
@@ -272,7 +271,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.top1_mode == "smce":
             weight_of_top1 = rank_weights[:, 0]
             log_of_others = self._log_mixture(within, rank_weights[:, 1:], call)
-            return -weight_of_top1 * log_top1 - (1 - weight_of_top1) * log_of_others
+            is_masked = log_top1 == -torch.inf  # an infinite factor of a learned P_K would leave it no gradient
+            losses = -weight_of_top1 * log_top1.clamp(min=MASKED) - (1 - weight_of_top1) * log_of_others
+            return losses.masked_fill(is_masked, torch.inf)
         top1 = log_top1
         if not self.operator.returns_logarithms:
             top1 = log_top1.exp()
@@ -329,7 +330,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             raise ValueError(
                 f"p_k reaches rank {ranks[-1]}, but only {num_scores} scores are sorted (n, or m); shorten p_k"
             )
-        if ranks[0] == num_scores > 1:
+        if call.p_k is None and self._first_rank == num_scores > 1:
             raise ValueError(checks.about_certain_rank(num_scores))
         if self._has_softmax_term(call):
             return ranks[1:]
@@ -350,7 +351,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _check_settings(self) -> None:
         super()._check_settings()
         sorts_nothing = self.top1_mode != "sort" and self.ranks == [1]
-        lacks_softmax = self.top1_mode == "sort" and self.operator.has_zeros
+        lacks_softmax = self.operator.has_zeros and (self.top1_mode == "sort" or self._first_rank > 1)
         if sorts_nothing or lacks_softmax:
             self._check_top1(self.p_k)
         if self.noise_rate and (self.top1_mode == "smce" or self.soft_labels == "any"):

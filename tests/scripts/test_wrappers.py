@@ -25,6 +25,7 @@ case "$*" in
 esac
 while [ $# -gt 1 ]; do case $1 in --output|--trials) mkdir -p "$(dirname "$2")"; touch "$2";; esac; shift; done
 """
+COMPILES = "-m compileall"
 STARTS_NOTHING = ("--dry-run", "--status", "--commands")
 WORDS = {"tiny_imagenet": ["images"], "slurm": ["a-name"]}  # that a script asks for
 
@@ -72,13 +73,15 @@ def words_of(script: str, tree: Tree) -> list[object]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_failing_command_ends_a_script_and_nothing_follows(script, tmp_path):
-    """Each command of each script in its turn, those that make .venv among them."""
+    """Each command of each script in its turn, those that make .venv among them, except what may fail."""
     whole = Tree(tmp_path / "whole")
     done = whole.call(f"scripts/{script}.sh", *words_of(script, whole))
     assert done.status == 0, done.errors
     calls = [call.replace("/whole/", "/failing/") for call in done.calls]
     assert calls
     for place in range(len(calls)):
+        if COMPILES in calls[place]:
+            continue
         failing = Tree(tmp_path / "failing")
         done = failing.call(f"scripts/{script}.sh", *words_of(script, failing), fail_at=place + 1)
         assert (done.status != 0, done.calls[:-1]) == (True, calls[:place]), calls[place]
@@ -87,6 +90,13 @@ def test_a_failing_command_ends_a_script_and_nothing_follows(script, tmp_path):
         installs = [".venv/bin/python -m pip install" in call for call in again.calls]
         assert any(installs) == (script != "slurm" and place < 2)  # made, then installed
         shutil.rmtree(failing.folder)
+
+
+def test_packages_with_a_file_that_does_not_compile_are_installed(tree, tmp_path):
+    calls = Tree(tmp_path / "whole").call("scripts/quickstart.sh").calls
+    done = tree.call("scripts/quickstart.sh", fail_at=3)
+    assert COMPILES in done.calls[2]
+    assert (done.status, done.calls) == (0, calls)
 
 
 OF_TINY_IMAGENET = [name for name in STUDIES if name.startswith("tiny_imagenet")]  # which have one script
@@ -108,8 +118,8 @@ def test_a_script_is_found_through_links(tree):
 
 def test_the_environment_is_made_once(tree):
     first, second = (tree.call("scripts/quickstart.sh") for _ in range(2))
-    made = [call for call in first.calls if "-m pip install" in call or "-m venv" in call]
-    assert [call.split()[2] for call in made] == ["venv", "pip"]
+    made = [call for call in first.calls if re.search(rf"-m venv|-m pip install|{COMPILES}", call)]
+    assert [call.split()[2] for call in made] == ["venv", "pip", "compileall"]
     assert first.calls == [*made, *second.calls]
 
 
@@ -130,10 +140,11 @@ def test_the_environment_of_another_checkout_is_not_taken_away(tree, tmp_path):
 def test_the_lowest_versions_have_an_environment_of_their_own(tree):
     done = tree.call("scripts/test.sh", "--lowest", "-x")
     assert done.status == 0, done.errors
-    make, install, run = done.calls
+    make, install, compiles, run = done.calls
     constraints = ".venv-lowest/lowest.txt"
     assert make == "stand_in -m venv --clear .venv-lowest"
     assert install.endswith(f" -r requirements.txt -c {constraints}")
+    assert compiles.startswith(f".venv-lowest/bin/python {COMPILES} ")
     assert run.startswith(".venv-lowest/bin/python -m pytest ")
     assert run.endswith(" -x")
     pinned = [line for line in (tree.folder / constraints).read_text().splitlines() if not line.startswith("#")]

@@ -10,10 +10,19 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vmap
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
-from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient, with_backends
-from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss
+from tests.methods import (
+    DETERMINISTIC,
+    LEARNABLE,
+    MODES,
+    RELAXED,
+    p_k_of,
+    random_batch,
+    value_and_gradient,
+    with_backends,
+)
+from topk_losses import METHODS, RELAXATIONS, ClassificationLoss, TopKCrossEntropyLoss, classification, make_loss
 from topk_losses.kernels import VARIABLE, is_importable
 
 INF = math.inf
@@ -159,6 +168,46 @@ def test_a_label_on_a_masked_class_touches_no_other_sample(method, kind, m):
     assert float(losses[2]) == 0 or kind != "ignored"
     torch.testing.assert_close(losses[others], want)
     torch.testing.assert_close(gradient[others], want_gradient)
+
+
+class Focal(ClassificationLoss):
+    """The focal loss of docs/extending.md."""
+
+    def loss_of_labels(self, logits, labels, call):
+        log_p = logits.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+        return -((1 - log_p.exp()) ** 2) * log_p
+
+
+@pytest.mark.parametrize("limit", [1 << 16, 8])
+def test_masked_classes_of_an_own_loss_have_no_influence(limit, monkeypatch):
+    """Its losses of masked classes are infinite, and so would be their gradients."""
+    monkeypatch.setattr(classification, "SCORES_AT_ONCE", limit)
+    logits, labels = random_batch(6, 12)
+    masked = torch.cat([logits, torch.full((6, 2), -INF, dtype=torch.float64)], dim=1)
+    mixed = one_hot(labels, 12).double().lerp(one_hot(labels.roll(1), 12).double(), 0.3)
+    mixed[0] = one_hot(labels[0], 12)  # one label, where others have two
+    for target, longer in ((labels, labels), (mixed, pad(mixed, (0, 2)))):
+        for smoothing in (0.0, 0.1):
+            loss = Focal(label_smoothing=smoothing)
+            value, gradient = value_and_gradient(loss, masked, longer)
+            want, want_gradient = value_and_gradient(loss, logits, target)
+            torch.testing.assert_close(value, want)
+            torch.testing.assert_close(gradient, pad(want_gradient, (0, 2)))
+    on_masked = Focal(reduction="none")(masked, one_hot(torch.full((6,), 13), 14).double())
+    assert bool((on_masked == INF).all())
+
+
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
+def test_masked_classes_spoil_no_gradient_of_a_learned_p_k(method, top1_mode):
+    logits, labels = random_batch(6, 12)
+    masked = torch.cat([logits, torch.full((6, 2), -INF, dtype=torch.float64)], dim=1)
+    loss = TopKCrossEntropyLoss(method, {1: 0.4, 3: 0.6}, top1_mode=top1_mode, label_smoothing=0.1)
+    gradients = []
+    for scores in (logits, masked):
+        p_k = torch.tensor([[0.4, 0, 0.6]] * 6, dtype=torch.float64, requires_grad=True)
+        gradients += torch.autograd.grad(loss(scores, labels, p_k=p_k), p_k)
+    assert bool(gradients[0].any())
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("method", RELAXED)

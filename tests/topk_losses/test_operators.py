@@ -285,12 +285,26 @@ def test_topk_mask_is_the_sum_of_the_ranks_along_any_dimension(method):
     P = bound(method, 3)(x.movedim(1, -1))  # (5, 2, 3, 6)
     for k in (3, torch.tensor(3)):
         torch.testing.assert_close(topk_mask(x, k, method, dim=1), P.sum(2).movedim(-1, 1))
-    values = soft_topk_values(x, 3, method, dim=1)
-    torch.testing.assert_close(values, torch.einsum("abkn,anb->akb", P, x))
-    out = torch.cat([x, torch.full_like(x, -INF)], dim=1)
-    assert bool(soft_topk_values(out, 2, method, dim=1).isfinite().all())
     half = topk_mask(x.bfloat16(), 2, method)
     torch.testing.assert_close(half, topk_mask(x.bfloat16().float(), 2, method))
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_soft_topk_values_are_means_by_the_ranks_along_any_dimension(method):
+    """A rank that has no entry has -inf, as in torch.topk; of indicators that sum to no k there are no means."""
+    x = random_logits(5, 2 * 6).view(5, 6, 2)
+    if method in ("df_topk", "recall_surrogate"):
+        with pytest.raises(ValueError, match="needs indicators that sum to k"):
+            soft_topk_values(x, 3, method, dim=1)
+        return
+    P = bound(method, 3)(x.movedim(1, -1))  # (5, 2, 3, 6)
+    values = soft_topk_values(x, 3, method, dim=1)
+    torch.testing.assert_close(values, torch.einsum("abkn,anb->akb", P, x))
+    torch.testing.assert_close(P.sum(3), torch.ones(5, 2, 3, dtype=torch.float64))
+    out = torch.cat([x, torch.full_like(x, -INF)], dim=1)
+    values = soft_topk_values(out, 8, method, dim=1)
+    assert bool(values[:, :6].isfinite().all())
+    assert bool((values[:, 6:] == -INF).all())
 
 
 # Corners.

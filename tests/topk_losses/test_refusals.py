@@ -323,6 +323,24 @@ def test_a_sample_whose_class_is_within_k_whatever_its_score_is_refused(num_rank
     assert bool(loss_fn(LOGITS, LABELS, p_k=p_k) > 0)
 
 
+CLASS_2_ALONE = [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1], [0.5, 0, 0.5]]
+ASSIGNED = {
+    "m": ([[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1], [0.5, 0, 0.5]], "m", 3, "all its mass on rank 3"),
+    "an operator, P_K by class": (CLASS_2_ALONE, "operator", SparseTopK(), "gives exactly 0"),
+    "an operator": ([0, 0.5, 0.5], "operator", SparseTopK(), "gives exactly 0"),
+}
+
+
+@pytest.mark.parametrize(("p_k", "name", "value", "message"), ASSIGNED.values(), ids=ASSIGNED)
+def test_p_k_is_checked_again_after_an_assignment(p_k, name, value, message):
+    loss_fn = TopKCrossEntropyLoss("softsort", p_k, num_classes=4, top1_mode="sm" if name == "operator" else "sort")
+    logits, labels = torch.randn(2, 4), torch.tensor([0, 1])
+    loss_fn(logits, labels)
+    setattr(loss_fn, name, value)
+    with pytest.raises(ValueError, match=message):
+        loss_fn(logits, labels)
+
+
 class Flat(TopKOperator):
     """An operator whose methods forget a dimension."""
 

@@ -29,7 +29,7 @@ from topk_losses import (
     make_operator,
     register_operator,
 )
-from topk_losses.temperature import AutoTemperature
+from topk_losses.temperature import AutoTemperature, make_temperature
 from topk_losses.threshold import ThresholdOperator
 
 AUTO = [method for method in LEARNABLE if method in FOLLOW]
@@ -256,6 +256,40 @@ def test_a_parameter_of_an_own_loss_has_its_gradient_at_every_size(smoothing, mo
         gradients.append(loss.scale.grad)
     assert gradients[0] != 0
     torch.testing.assert_close(*gradients)
+
+
+class Tempered(ClassificationLoss):
+    """Cross-entropy of scores times the inverse temperature of the call."""
+
+    def __init__(self, inverse_temperature=None, **common):
+        super().__init__(**common)
+        if inverse_temperature is not None:
+            self.inverse_temperature = make_temperature(inverse_temperature, 1.0, logit_std=2.0)
+
+    def loss_of_labels(self, logits, labels, call):
+        return nn.functional.cross_entropy(logits * call.inverse_temperature, labels, reduction="none")
+
+
+def test_an_own_loss_finds_its_temperature_in_the_call():
+    logits, labels = random_batch()
+    learned = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    auto = 2 / logits.std(dim=1).mean()
+    for given, beta in ((None, 1.0), (0.7, 0.7), (learned, 0.7), ("auto", auto)):
+        loss = Tempered(given)
+        torch.testing.assert_close(loss(logits, labels), nn.functional.cross_entropy(beta * logits, labels))
+    loss = Tempered(0.7)
+    loss.inverse_temperature = 0.0
+    with pytest.raises(ValueError, match="inverse_temperature must be a finite number above 0"):
+        loss(logits, labels)
+
+
+def test_a_matrix_of_labels_that_changes_later_changes_no_loss():
+    logits, labels = random_batch()
+    T = torch.eye(12, dtype=torch.float64)
+    loss = make_loss("forward_correction", T=T)
+    before = loss(logits, labels)
+    T.fill_(1 / 12)
+    assert torch.equal(loss(logits, labels), before)
 
 
 @pytest.mark.parametrize(("family", "p"), [("linear", 2), ("cubic", 4 / 3)])
