@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import one_hot, pad
 
-from tests.methods import RELAXED, with_backends
+from tests.methods import RELAXED, random_batch, with_backends
 from tests.reference import NETWORKS
 from topk_losses import (
     METHODS,
@@ -334,7 +334,7 @@ ASSIGNED = {
 @pytest.mark.parametrize(("p_k", "name", "value", "message"), ASSIGNED.values(), ids=ASSIGNED)
 def test_p_k_is_checked_again_after_an_assignment(p_k, name, value, message):
     loss_fn = TopKCrossEntropyLoss("softsort", p_k, num_classes=4, top1_mode="sm" if name == "operator" else "sort")
-    logits, labels = torch.randn(2, 4), torch.tensor([0, 1])
+    logits, labels = random_batch(2, 4)
     loss_fn(logits, labels)
     setattr(loss_fn, name, value)
     with pytest.raises(ValueError, match=message):
