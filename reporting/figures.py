@@ -36,7 +36,7 @@ plt.style.use(Path(__file__).with_name("report.mplstyle"))
 NARROW = 5.2  # inches of a figure that can be read on a telephone, too
 WIDEST = 35  # points of accuracy that a panel shows
 LEAST_GAIN = -1.0  # points of difference at which the axis of the figures of wrong labels is cut
-SHOWN = (-3.4, 3.8)  # points of difference in the figure of findings
+SHOWN = (-3.4, 4.4)  # points of difference in the figure of findings
 BETTER_LEFT = "←"
 BETTER_RIGHT = "→"
 SIDE_BY_SIDE = 1.05  # from one to the next of the points at the same number of labels, on a logarithmic axis
@@ -487,7 +487,7 @@ def draw_findings(folder: Path) -> list[Path]:
         draw_finding(axes, place, findings.difference(comparison))
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(title=f"Δ {metric}", ylim=(last + 0.6, -0.3), xlim=SHOWN, xticks=range(-3, 4))
+        axis.set(title=f"Δ {metric}", ylim=(last + 0.6, -0.3), xlim=SHOWN, xticks=range(-3, 5))
         axis.set_xlabel(f"points, better {BETTER_RIGHT}")
         axis.grid(False, axis="y")
         axis.tick_params(left=False, labelleft=False)
