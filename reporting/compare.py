@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import f as fisher
 from scipy.stats import t as student
 
-from reporting.frames import CONFIGURATION
+from reporting.frames import differing
 
 CONFIDENCE = 0.95
 FEW_SEEDS = 10  # with fewer, the spread of a configuration is pooled over those of its table
@@ -108,9 +108,9 @@ def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -
         ValueError: the runs are of several configurations.
     """
     for side in (runs, baseline):
-        for name in CONFIGURATION:
-            if name in side and side[name].nunique(dropna=False) > 1:
-                raise ValueError(f"a difference is between two settings, got runs with several {name}")
+        several = differing(side)
+        if several:
+            raise ValueError(f"a difference is between two settings, got runs with several {several[0]}")
     own = runs.groupby("seed")[list(metrics)].mean()
     base = baseline.groupby("seed")[list(metrics)].mean()
     return (own - base).dropna(how="all")

@@ -3,7 +3,7 @@
 An empty cell is NaN in a column of numbers and "" in a column of text.
 """
 
-import math
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,10 +103,15 @@ def check_repeats(path: Path, cells: pd.DataFrame, runs: pd.DataFrame) -> None:
         raise ValueError(about_repeats(path, cells[is_same].to_dict("records")))
 
 
+def scripts_of(cells: pd.DataFrame) -> pd.Series:
+    """The script that made each run, by the cells of a results file."""
+    rows = (dict(zip(cells, row)) for row in cells.to_numpy())  # to_dict("records") takes five times as long
+    return pd.Series(map(settings.script_of, rows), cells.index, dtype=object)
+
+
 def check_accuracies(path: Path, cells: pd.DataFrame) -> None:
     """Raise ValueError for a run without an accuracy of a split that it has: a mean would count it as a seed."""
-    scripts = pd.Series([settings.script_of(row) for row in cells.to_dict("records")], cells.index)
-    for script, rows in cells.groupby(scripts):
+    for script, rows in cells.groupby(scripts_of(cells)):
         for name in rows:
             found = NEEDED[script].fullmatch(name)
             if found is None:
@@ -196,9 +201,8 @@ def percent(cells: pd.Series) -> pd.Series:
 
 def numbers(cells: pd.Series) -> pd.Series:
     """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
-    if (cells == "").all():  # most columns of most files
-        return pd.Series(math.nan, index=cells.index, name=cells.name)
-    return cells.replace("", "nan").map(float)  # pandas.to_numeric of 2.1 loses the last digits
+    # pandas.to_numeric of 2.1 loses the last digits
+    return pd.Series([float(cell or "nan") for cell in cells], cells.index, dtype=float, name=cells.name)
 
 
 def spelling_of(name: str) -> Callable[[str], str]:
@@ -261,10 +265,23 @@ def identity_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame
     return pd.DataFrame({name: as_text(runs[name]) for name in names}, index=runs.index)
 
 
+def differing(runs: pd.DataFrame) -> list[str]:
+    """The settings but the seeds that are not the same in all runs."""
+    names = [name for name in CONFIGURATION if name in runs]
+    cells = runs[names].to_numpy(dtype=object)  # all at once: a look at each column takes ten times as long
+    first = cells[:1]
+    is_same = (cells == first) | ((cells != cells) & (first != first))  # NaN is that of another run
+    return list(itertools.compress(names, ~is_same.all(axis=0)))
+
+
 def lines_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> list[pd.DataFrame]:
     """The runs of each configuration. besides: settings that may differ within one."""
-    identity = identity_of(runs, besides)
-    groups = identity.groupby(list(identity), sort=False)
+    if runs.empty:
+        return []
+    names = [name for name in differing(runs) if name not in besides]
+    if not names:
+        return [runs]
+    groups = runs[names].apply(as_text).groupby(names, sort=False)
     return [runs.loc[line.index] for _, line in groups]
 
 

@@ -6,6 +6,7 @@ import pandas as pd
 
 from experiments.common import settings
 from reporting import markdown
+from reporting.frames import scripts_of
 
 SAME_PASS = 0.01  # seconds: by less differ the rows of classifiers that are trained in one pass over the data
 
@@ -22,17 +23,11 @@ def passes_of(file: Path) -> pd.DataFrame:
     found["seconds"] = rows["train_seconds"] + rows["eval_seconds"].fillna(0)
     if "num_heads" in rows:
         found["seed"] = 0
-    found["script"] = scripts_of(rows)
+    found["script"] = scripts_of(rows.astype(str).where(rows.notna(), ""))
     found = found.sort_values(["script", "seed", "seconds"])
     is_new = (found["seconds"].diff().abs() > SAME_PASS) | found["seed"].diff().ne(0)
     is_new |= found["script"].ne(settings.HEADS) | found["script"].ne(found["script"].shift())
     return found.groupby(is_new.cumsum()).agg({"seconds": "max", "device": "first", "threads": "first", "runs": "sum"})
-
-
-def scripts_of(rows: pd.DataFrame) -> pd.Series:
-    """The script of each row."""
-    cells = rows.astype(str).where(rows.notna(), "")
-    return pd.Series([settings.script_of(row) for row in cells.to_dict("records")], index=rows.index)
 
 
 def hours(*files: Path) -> str:
