@@ -32,7 +32,7 @@ from topk_losses import METHODS
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 BLOCK = re.compile(r"^```shell\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "pip", "aws", "parallel", "sbatch")  # stand-ins; any other program must be there
-INSTALLED = ("pip", "venv", "pytest")  # modules that python -m runs, and whose flags are not ours
+INSTALLED = ("pip", "venv", "compileall", "pytest")  # modules that python -m runs, and whose flags are not ours
 SET_UP = "README.md#set-up"
 # What a page asks its reader for: a folder of images, files, methods of their own package.
 FOLDER = "FOLDER"
