@@ -310,12 +310,18 @@ class ClassificationLoss(KeepsPrecision):
         num_labels = logits.shape[1]
         if not self.label_smoothing:
             num_labels = most_labels_in_a_row(target_probabilities)
-        if num_labels > FEW_LABELS:
+        knows_one_label = type(self).loss_of_every_class is ClassificationLoss.loss_of_every_class
+        if num_labels > FEW_LABELS and not knows_one_label:
             losses = self.loss_of_every_class(logits, call)  # (rows, n)
             checks.check_shape(self, "loss_of_every_class", losses, logits.shape)
         else:
             target_probabilities, classes = target_probabilities.topk(num_labels, dim=1)  # (rows, num_labels)
+            if knows_one_label:  # which may be infinite for a masked class, and have a gradient of NaN
+                is_idle = (target_probabilities == 0) & (logits.gather(1, classes) == -torch.inf)
+                classes = torch.where(is_idle, logits.argmax(1, keepdim=True), classes)
             losses = self.loss_of_classes(logits, classes, call)
+            if knows_one_label:
+                losses = losses.masked_fill(is_idle, 0)
         # An infinite loss of a class without probability is 0; a finite one is the gradient of the probability.
         is_needed = (target_probabilities > 0) | losses.isfinite()
         return (losses.where(is_needed, 0) * target_probabilities).sum(1)
@@ -412,17 +418,13 @@ class ClassificationLoss(KeepsPrecision):
         return False
 
     def _loss_of_copies(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
-        """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c).
-
-        That of a masked class is infinite, without a gradient: the highest class is the label in its place.
-        """
+        """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""
         num_classes = classes.shape[1]
         copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
-        is_masked = logits.gather(1, classes) == -torch.inf  # (rows, c)
-        labels = torch.where(is_masked, logits.argmax(1, keepdim=True), classes).reshape(-1)
+        labels = classes.reshape(-1)
         losses = self.loss_of_labels(copies, labels, call.repeat(num_classes))
         checks.check_shape(self, "loss_of_labels", losses, labels.shape)
-        return losses.view(classes.shape).masked_fill(is_masked, torch.inf)
+        return losses.view(classes.shape)
 
     def _check_settings(self) -> None:
         """Raise ValueError for settings that do not fit each other, and for tensors that were assigned later."""
