@@ -202,7 +202,8 @@ def percent(cells: pd.Series) -> pd.Series:
 def numbers(cells: pd.Series) -> pd.Series:
     """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
     # pandas.to_numeric of 2.1 loses the last digits
-    return pd.Series([float(cell or "nan") for cell in cells], cells.index, dtype=float, name=cells.name)
+    values = [float("nan" if cell == "" else cell) for cell in cells]
+    return pd.Series(values, cells.index, dtype=float, name=cells.name)
 
 
 def spelling_of(name: str) -> Callable[[str], str]:

@@ -273,7 +273,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             log_of_others = self._log_mixture(within, rank_weights[:, 1:], call)
             is_masked = log_top1 == -torch.inf  # an infinite factor of a learned P_K would leave it no gradient
             losses = -weight_of_top1 * log_top1.clamp(min=MASKED) - (1 - weight_of_top1) * log_of_others
-            return losses.masked_fill(is_masked, torch.inf)
+            return losses.masked_fill(is_masked & (weight_of_top1 > 0), torch.inf)
         top1 = log_top1
         if not self.operator.returns_logarithms:
             top1 = log_top1.exp()

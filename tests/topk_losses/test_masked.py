@@ -193,6 +193,9 @@ def test_masked_classes_of_an_own_loss_have_no_influence(limit, monkeypatch):
             want, want_gradient = value_and_gradient(loss, logits, target)
             torch.testing.assert_close(value, want)
             torch.testing.assert_close(gradient, pad(want_gradient, (0, 2)))
+    bounded = make_loss("generalized_cross_entropy", reduction="none")
+    on_masked = [bounded(masked, label) for label in (torch.full((6,), 13), one_hot(torch.full((6,), 13), 14).double())]
+    torch.testing.assert_close(*on_masked)
     on_masked = Focal(reduction="none")(masked, one_hot(torch.full((6,), 13), 14).double())
     assert bool((on_masked == INF).all())
 
