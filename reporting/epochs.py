@@ -8,7 +8,17 @@ from experiments.common.paths import PAPER
 from experiments.common.settings import CROSS_ENTROPY
 from reporting import markdown
 from reporting.compare import interval
-from reporting.frames import METRICS, VALID, experiment, identity_of, lines_of, numbers, read_published, read_text
+from reporting.frames import (
+    METRICS,
+    VALID,
+    differing,
+    experiment,
+    identity_of,
+    lines_of,
+    numbers,
+    read_published,
+    read_text,
+)
 
 HEADINGS = {
     "mean_test_top1": "top-1",
@@ -113,13 +123,13 @@ def as_markdown(path: Path, runs: pd.DataFrame) -> str:
 
 def about_several(baselines: list[pd.DataFrame]) -> str:
     """Say in what the runs of cross-entropy differ, and how one setting is kept."""
-    identity = identity_of(pd.concat(baselines))
-    differing = identity.loc[:, identity.nunique() > 1]
+    runs = pd.concat(baselines)
+    names = differing(runs)
     keep = []
-    for name in differing:
-        keep.append(f"--where {CROSS_ENTROPY}:{name}={differing[name].iloc[-1]}")
+    for name, value in identity_of(runs)[names].iloc[-1].items():
+        keep.append(f"--where {CROSS_ENTROPY}:{name}={value}")
     return (
-        f"No differences: cross-entropy has several settings, which differ in {', '.join(differing)}. "
+        f"No differences: cross-entropy has several settings, which differ in {', '.join(names)}. "
         f"Keep one: {' '.join(keep)}"
     )
 

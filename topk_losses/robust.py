@@ -95,7 +95,7 @@ class ForwardCorrectionLoss(RobustLoss):
         if T is None and noise_rate is None:
             noise_rate = 0.2
         if T is not None:
-            T = check_transitions(T, self.num_classes)
+            T = check_transitions(T, self.num_classes).clone()  # a later change of T is no change of the loss
         self.noise_rate = noise_rate
         self.register_buffer("T", T, persistent=False)
         self._check_one_of_both()
@@ -159,7 +159,7 @@ def check_transitions(T: Tensor | Sequence[Sequence[float]], num_classes: int | 
         total = float(matrix[row].sum())
         least = float(matrix[row].min())
         raise ValueError(f"{wanted}; row {row} sums to {total:g}, and its least is {least:g}")
-    return matrix.clone()  # a later change of T is no change of the loss
+    return matrix
 
 
 def check_size(T: Tensor, logits: Tensor) -> None:
