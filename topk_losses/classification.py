@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
 import torch
@@ -189,7 +190,7 @@ class ClassificationLoss(KeepsPrecision):
         if isinstance(getattr(type(self), name, None), checks.Checked):
             object.__setattr__(self, name, value)
             return
-        takes_auto_away = isinstance(value, float | int | Tensor) and name in self.__dict__.get("_modules", {})
+        takes_auto_away = isinstance(value, Real | Tensor) and name in self.__dict__.get("_modules", {})
         if takes_auto_away:  # PyTorch lets no number take the place of a module
             delattr(self, name)
         super().__setattr__(name, value)  # type: ignore[arg-type]
@@ -230,9 +231,9 @@ class ClassificationLoss(KeepsPrecision):
 
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         """Return the inverse temperature of this call: the attribute that temperature_name names, or 1."""
-        temperature = getattr(self, self.temperature_name, None)
-        if temperature is None:
+        if not hasattr(self, self.temperature_name):
             return 1.0
+        temperature = getattr(self, self.temperature_name)
         return current_value(temperature, logits, is_counted, self.temperature_name)
 
     def settings_of_call(self, inverse_temperature: float | Tensor, p_k: Tensor | None) -> CallSettings:

@@ -146,7 +146,8 @@ def one_minus_exp(x: Tensor) -> Tensor:
 def log_mixture(logs: Tensor, weights: Tensor, dim: int = 1, all_positive: bool = False) -> Tensor:
     """Return log sum_j weights_j exp(logs_j) over a dimension, which is dropped; 0 where no weight is above 0.
 
-    A weight of 0 has a finite gradient: exp(logs_j) over the sum. all_positive: there is none.
+    A weight of 0 has a finite gradient: exp(logs_j) over the sum. all_positive: there is none. Where each weight is on
+    -inf, so is the result, with a gradient of 0.
     """
     if all_positive:
         return (logs + weights.log()).logsumexp(dim)
@@ -155,11 +156,13 @@ def log_mixture(logs: Tensor, weights: Tensor, dim: int = 1, all_positive: bool 
     weights = weights.expand_as(logs)
     has_weight = weights > 0
     highest = logs.detach().masked_fill(~has_weight, -torch.inf).amax(dim, keepdim=True)
-    highest = highest.masked_fill(highest == -torch.inf, 0)
+    is_nothing = highest == -torch.inf
+    highest = highest.masked_fill(is_nothing, 0)
+    is_nothing = is_nothing.squeeze(dim)
     relative = (logs - highest).clamp(max=50).exp()  # what is above the highest has no weight
-    total = (relative * weights).sum(dim)
-    total = total.masked_fill(~has_weight.any(dim), 1)
-    return total.log() + highest.squeeze(dim)
+    total = (relative * weights).sum(dim).masked_fill(is_nothing, 1)
+    log_total = total.log() + highest.squeeze(dim)
+    return log_total.masked_fill(is_nothing & has_weight.any(dim), -torch.inf)
 
 
 def guarded_log(p: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class PerturbedTopK(TopKOperator):
         value /= self.num_samples
         slope.addcmul_(value.unsqueeze(2), noise_sum.unsqueeze(1), value=-1)
         # 0, with a gradient; a sum, not a matrix product, whose backward pass autocast would round
-        change = (slope * (z - fixed).unsqueeze(1)).sum(2) / (self.num_samples - 1)  # (rows, J)
+        change = (slope * gradient_of_live(z, scores).unsqueeze(1)).sum(2) / (self.num_samples - 1)  # (rows, J)
         return value + change + 0 * fixed[:, :1]  # NaN for a row with NaN or +inf
 
     def rank_probabilities_of_classes(
@@ -185,7 +185,7 @@ class PerturbedTopK(TopKOperator):
         index = (z.detach().unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
         # 0, with the noise as its gradient: an indicator times that, less its mean, has their covariance
         deviation = noise - noise.mean(1, keepdim=True)
-        change = (deviation * (z - z.detach()).unsqueeze(1)).sum(2)  # (rows, draws)
+        change = (deviation * gradient_of_live(z, scores).unsqueeze(1)).sum(2)  # (rows, draws)
         share = (1 / self.num_samples + change / (self.num_samples - 1)).unsqueeze(1).expand_as(index)
         P = torch.zeros_like(z).unsqueeze(1).repeat(1, k, 1).scatter_add(2, index, share)
         return P + 0 * z.detach()[:, :1].unsqueeze(2)  # NaN for a row with NaN or +inf
@@ -196,3 +196,11 @@ class PerturbedTopK(TopKOperator):
             return self.num_samples
         numbers_at_once = AT_ONCE.get(z.device.type, AT_ONCE["cpu"])
         return max(numbers_at_once // max(z.numel(), 1), 1)
+
+
+def gradient_of_live(z: Tensor, scores: Tensor) -> Tensor:
+    """Return 0 with the gradient of z (rows, n), but none of classes that are masked out.
+
+    The covariance of a few draws with their noise is not 0, and their distance would make a learned temperature's huge.
+    """
+    return (z - z.detach()).masked_fill(scores <= MASKED, 0)

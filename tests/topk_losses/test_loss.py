@@ -514,6 +514,22 @@ def test_few_rows_at_a_time_have_the_losses_of_all_rows(method, monkeypatch):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.filterwarnings("ignore:p_k has")
+def test_a_temperature_without_influence_has_no_gradient_however_many_losses_there_are(monkeypatch):
+    """All are within rank m."""
+    logits, labels = random_batch()
+    logits.requires_grad_()
+    beta = torch.nn.Parameter(torch.tensor(0.9))
+    loss_fn = TopKCrossEntropyLoss("subset_topk", {1: 0.5, 6: 0.5}, m=6, inverse_temperature=beta, label_smoothing=0.1)
+    found = []
+    for scores_at_once in (classification.SCORES_AT_ONCE, 40):
+        monkeypatch.setattr(classification, "SCORES_AT_ONCE", scores_at_once)
+        gradient, of_beta = torch.autograd.grad(loss_fn(logits, labels), [logits, beta], allow_unused=True)
+        assert of_beta is None or float(of_beta) == 0
+        found.append(gradient)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("method", RELAXED)
 def test_constants_move_with_the_module_and_are_not_saved(method):
     loss = TopKCrossEntropyLoss(method, torch.full((12, 2), 0.5), num_classes=12, weight=torch.ones(12))

@@ -213,6 +213,36 @@ def test_masked_classes_spoil_no_gradient_of_a_learned_p_k(method, top1_mode):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@pytest.mark.parametrize("kind", ["smoothed", "soft", "per class"])
+@pytest.mark.parametrize("method", RELAXED)
+def test_masked_classes_have_no_influence_where_one_rank_has_all_weight(method, kind):
+    """Nor on the gradients of a learned temperature and P_K."""
+    logits, labels = random_batch(6, 12)
+    rows = torch.tensor([[1.0, 0, 0], [0.4, 0, 0.6], [0.1, 0, 0.9]] * 4, dtype=torch.float64)
+    found = []
+    for num_masked in (0, 2):
+        scores = pad(logits, (0, num_masked), value=-INF).requires_grad_()
+        beta = nn.Parameter(torch.tensor(METHODS[method].inverse_temperature, dtype=torch.float64))
+        leaves = [scores, beta]
+        settings = {}
+        call = {}
+        if kind == "per class":
+            of_masked = torch.tensor([[1.0, 0, 0]] * num_masked, dtype=torch.float64).view(num_masked, 3)
+            settings = {"p_k": torch.cat([rows, of_masked]), "num_classes": 12 + num_masked}
+        else:
+            call = {"p_k": rows[:6].clone().requires_grad_()}
+            leaves.append(call["p_k"])
+        target = labels
+        if kind == "soft":
+            target = pad(logits.softmax(1), (0, num_masked))
+        else:
+            settings["label_smoothing"] = 0.1
+        loss = TopKCrossEntropyLoss(method, inverse_temperature=beta, **settings)(scores, target, **call)
+        gradient, *others = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        found.append([loss, gradient[:, :12], *others])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("method", RELAXED)
 def test_a_row_with_one_class_left_has_a_gradient_of_0(method):
     logits = torch.full((2, 12), -torch.inf, dtype=torch.float64)

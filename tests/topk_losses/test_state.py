@@ -6,6 +6,7 @@ import pickle
 from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -450,7 +451,10 @@ def test_auto_is_the_target_over_a_running_mean_in_float32(default):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("value", [2, 2.0, torch.tensor(2.0), nn.Parameter(torch.tensor(2.0))], ids=repr)
+NUMBERS = [2, 2.0, np.float32(2), torch.tensor(2.0), nn.Parameter(torch.tensor(2.0))]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
 @pytest.mark.parametrize("method", FOLLOW)
 def test_a_number_or_a_tensor_takes_the_place_of_auto(method, value):
     logits, labels = random_batch(dtype=torch.float32)
@@ -463,6 +467,17 @@ def test_a_number_or_a_tensor_takes_the_place_of_auto(method, value):
         results.append(called(logits, labels))
     torch.testing.assert_close(*results)
     assert set(loss.state_dict()) == set(dict(loss.named_parameters()))
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.inverse_temperature])
+def test_no_loss_forgets_its_temperature(method):
+    """None is the default as an argument, and no number later."""
+    name = getattr(METHODS[method].loss, "temperature_name", "inverse_temperature")
+    for beta in (2.0, "auto"):
+        loss = make_loss(method, p_k_of(method, 3), inverse_temperature=beta)
+        setattr(loss, name, None)
+        with pytest.raises(ValueError, match=f"{name} must be a number, got None"):
+            loss(*random_batch())
 
 
 @pytest.mark.parametrize("mask", [-math.inf, -1e4, -1e9, -65504.0, torch.finfo(torch.float32).min])
