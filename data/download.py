@@ -91,10 +91,22 @@ def cached_path(address: str, cache: Path | None) -> Path:
     name = re.sub(r"[^\w.-]+", "_", Path(urlsplit(address).path).name, flags=re.ASCII)[-150:] or "file"
     place = address
     if address.startswith("s3://"):
-        server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-        place = f"{server} {address}"
+        place = f"{s3_server()} {address}"
     digest = hashlib.sha256(place.encode()).hexdigest()
     return folder / f"{digest[:8]}-{name}"
+
+
+def s3_server() -> str:
+    """The server that boto3 asks for an s3:// address, by the environment or the profile; "" for Amazon's."""
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if named:
+        return named
+    import boto3
+
+    address: str = boto3.Session().client("s3", region_name="us-east-1").meta.endpoint_url
+    if address.endswith(".amazonaws.com"):
+        return ""
+    return address
 
 
 def fetch_once(address: str, path: Path, sha256: str | None, requester_pays: bool) -> None:
@@ -275,7 +287,7 @@ class Download:
         """Raise OSError for an answer that is no part of this version of the file."""
         if answer.status not in (200, 206):
             raise OSError(f"{self.name}: the server answered {answer.status} {answer.reason}")
-        is_range = f"bytes {begin}-" in answer.headers.get("content-range", "")
+        is_range = re.fullmatch(rf"bytes {begin}-\d+/\d+", answer.headers.get("content-range", ""))
         has_version = answer.version != ""
         if self.sha256:
             has_version = True

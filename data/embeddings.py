@@ -79,14 +79,22 @@ class Embeddings:
             )
 
     def about(self, source: str) -> dict[str, Any]:
-        """The columns of a row: source (as the user named it), dtype, backbone, name by content."""
+        """The columns of a row: source (as the user named it), dtype, backbone, name by content.
+
+        Raises:
+            ValueError: the file says things of itself that are no words or numbers.
+        """
         columns: dict[str, Any] = {"data_path": without_secrets(source), "backbone": None, "resolution": None}
         if Path(source).expanduser() == self.path:
             columns["data_path"] = self.path
         columns |= published_info(source)
         for name in ("backbone", "resolution", "labels"):
-            if name in self.info:
-                columns[name] = self.info[name]
+            if name not in self.info:
+                continue
+            columns[name] = self.info[name]
+            if not isinstance(columns[name], str | int | float | None):
+                kind = type(columns[name]).__name__
+                raise ValueError(f"{self.path} says that its {name} is a {kind}: it must be a word or a number")
         columns["embedding_dtype"] = dtype_name(self["train"].inputs)
         columns["embeddings"] = f"{self.num_classes}x{self.dim}-{self.known_fingerprint()}"
         return columns

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from data.torch_file import reason
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-SPLIT_FOLDERS = {  # name of a folder -> split
+SPLIT_FOLDERS = {  # name of a folder, in lower case -> split
     "train": "train",
     "training": "train",
     "test": "test",
+    "testing": "test",
     "val": "valid",
     "valid": "valid",
     "validation": "valid",
@@ -141,17 +142,29 @@ def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Te
 def find_splits(path: Path) -> dict[str, Path]:
     """The folder of each split in `path`; `path` itself as train where it holds the classes. Raises ValueError."""
     found: dict[str, Path] = {}
-    for name, split in SPLIT_FOLDERS.items():
+    names = class_folders(path)
+    for name in sorted(names, key=str.lower):
+        split = SPLIT_FOLDERS.get(name.lower())
         # ImageNet's test images have no labels, and no class folders.
-        if (path / name).is_dir() and class_folders(path / name):
+        if split is not None and class_folders(path / name):
             if split in found:
                 raise ValueError(f"{found[split]} and {path / name} may both be the {split} split: rename one")
             found[split] = path / name
     if found:
-        return found
-    if not class_folders(path):
+        return {split: found[split] for split in ("train", "test", "valid") if split in found}
+    if not names:
         raise ValueError(f"{path} holds no folder per class, and no train/, val/ or test/ that do")
     return {"train": path}
+
+
+def notes_of_splits(path: Path, splits: Collection[Path]) -> list[str]:
+    """A sentence about the folders of `path` that are none of its splits; none where `path` itself is one."""
+    if path in splits:
+        return []
+    others = [name for name in class_folders(path) if path / name not in splits]
+    if not others:
+        return []
+    return [f"{len(others)} folders of {path} are no train/, val/ or test/ with class folders: {', '.join(others[:5])}"]
 
 
 def class_folders(path: Path) -> list[str]:

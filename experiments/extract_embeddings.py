@@ -29,7 +29,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from tqdm import tqdm
 
 from data.cifar import DATASETS, load_complete, load_dataset
-from data.images import ImageFolder, Pixels, UnreadableImage, find_splits, open_folders
+from data.images import ImageFolder, Pixels, UnreadableImage, find_splits, notes_of_splits, open_folders
 from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
@@ -174,7 +174,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     backbone, trained = open_backbone(args)
     splits = open_splits(args, backbone, trained)
     if processes.is_first:
-        print_notes(splits, args.checkpoint, trained)
+        print_notes(args, splits, trained)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
     made_of = {
         "digest": digest_of(shard.name for shard in shards),
@@ -203,13 +203,18 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
 
 
-def print_notes(splits: Mapping[str, Images], checkpoint: Path | None, trained: Mapping[str, Any]) -> None:
-    notes = []
+def print_notes(args: argparse.Namespace, splits: Mapping[str, Images], trained: Mapping[str, Any]) -> None:
+    notes: list[str] = []
+    folders = []
     for split in splits.values():
         notes += split.notes
+        if isinstance(split, ImageFolder):
+            folders.append(split.folder)
+    if folders and args.dataset is not None:
+        notes += notes_of_splits(user_path(args.dataset), folders)
     if trained and trained["epochs_done"] < trained["n_epochs"]:
         epochs = f"{trained['epochs_done']} of its {trained['n_epochs']} epochs"
-        notes.append(f"the run of {checkpoint} has done {epochs}")
+        notes.append(f"the run of {args.checkpoint} has done {epochs}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 

@@ -219,8 +219,9 @@ def published_num_valid(num_rows: int, protocol: Protocol) -> int:
 def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int) -> dict[str, Any]:
     """The settings batch_size, n_epochs, lr and nloglr; where they are not given, by the number of training rows.
 
-    The published ones are for a million rows. A smaller set gets smaller batches and more epochs, until there are 2,000
-    steps, and a learning rate of 2 / steps: with Adam a weight can then move as far as in the published runs.
+    The published ones are for a million rows. A smaller set gets smaller batches and more epochs, at most 100, until
+    there are 2,000 steps, and a learning rate of 2 / steps: with Adam a weight can then move as far as in the published
+    runs.
     """
     batch_size = args.batch_size or max(min(num_rows // 20, BATCH_SIZE), 1)
     if batch_size > num_rows:

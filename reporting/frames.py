@@ -112,12 +112,13 @@ def scripts_of(cells: pd.DataFrame) -> pd.Series:
 def check_accuracies(path: Path, cells: pd.DataFrame) -> None:
     """Raise ValueError for a run without an accuracy of a split that it has: a mean would count it as a seed."""
     for script, rows in cells.groupby(scripts_of(cells)):
-        for name in rows:
+        for name in dict.fromkeys([*rows, "test_top1"]):
             found = NEEDED[script].fullmatch(name)
             if found is None:
                 continue
             sizes = rows.reindex(columns=[f"{found[1]}_images", f"{found[1]}_words"], fill_value="")
-            lacking = rows[(rows[name] == "") & (sizes != "").any(axis=1)]
+            accuracies = rows.reindex(columns=[name], fill_value="")[name]
+            lacking = rows[(accuracies == "") & (sizes != "").any(axis=1)]
             if len(lacking):
                 run_id = lacking["run_id"].iloc[0]
                 raise ValueError(f"the run {run_id} of {path} has no {name}: repair or delete its line")

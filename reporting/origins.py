@@ -7,6 +7,7 @@ import pandas as pd
 from reporting.frames import as_text
 
 COLUMNS = ("backbone", "resolution", "labels", "num_classes", "test_images")
+COUNTS = ("train_images", "valid_images")  # of runs with all of their images
 PRETRAINED = "timm:"  # how the names of backbones begin whose weights do not come from a run
 NOTE = (
     "Your embeddings, {yours}, have other bits than the repository's, {repository}, and are compared: both are of "
@@ -26,13 +27,28 @@ def origins(runs: pd.DataFrame) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def counts_of(runs: pd.DataFrame) -> dict[str, set[tuple[str, ...]]]:
+    """The numbers of images that train and validate, by the name of embeddings, of runs that are not limited."""
+    cells = runs.reindex(columns=["embeddings", "limit_train", *COUNTS]).drop_duplicates()
+    cells = pd.DataFrame({name: as_text(cells[name]) for name in cells})
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for name, limit, *counts in cells.itertuples(index=False):
+        if limit == "":
+            found.setdefault(name, set()).add(tuple(counts))
+    return found
+
+
 def counterparts(yours: pd.DataFrame, repository: pd.DataFrame) -> dict[str, str]:
     """The repository's embeddings of the same origin as yours, by the names of yours that it does not have."""
     known = origins(repository)
+    counts = counts_of(repository)
+    your_counts = counts_of(yours)
     found = {}
     for name, origin in origins(yours).items():
         same = [other for other in known if known[other] == origin]
-        if name not in known and len(same) == 1:
+        if name in known or len(same) != 1:
+            continue
+        if your_counts.get(name, set()) <= counts.get(same[0], set()):
             found[name] = same[0]
     return found
 

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.common import settings
+from experiments.common.logs import last_start
 from experiments.common.paths import HISTORY_FILES, REPOSITORY, ROOT
 from experiments.common.rows import Row, read_rows
 from reporting.markdown import duration
@@ -106,9 +107,9 @@ def read_logs(logs: Path) -> dict[str, list[str]]:
         if not path.is_file():
             continue
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        starts = [number for number, line in enumerate(lines) if line.startswith("$ ")]
-        if starts:
-            found[lines[starts[-1]].removeprefix("$ ")] = lines[starts[-1] + 1 :]
+        start = last_start(lines)
+        if start is not None:
+            found[lines[start].removeprefix("$ ")] = lines[start + 1 :]
     return found
 
 

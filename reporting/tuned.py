@@ -1,7 +1,7 @@
 """Reports of studies with trials and finals: yours beside the repository's, or your losses minus cross-entropy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ from studies.runs import parse_flags
 from studies.tuning import Candidate, Known, Trial, Tuned
 
 OTHER_DATA = (
-    "Mean ± standard deviation (seeds). Your embeddings are {yours}, the repository's {repository}: there is no "
-    "verdict on runs of other data."
+    "Mean ± standard deviation (seeds). Your {what} are {yours}, the repository's {repository}: there is no verdict on "
+    "runs of other data."
 )
+# What names data by their content.
+CONTENTS = {"embeddings": "embeddings", "noise_groups": "wrong labels", "noise_matrix_id": "matrices T"}
 GAINS = (
     "Δ: difference of test accuracy to cross-entropy in points, ± 95 % interval over paired seeds; it leaves out the "
     "choice of settings, the split and the test images. Low, high: the choice lies at an edge of what was tried, and a "
@@ -43,7 +45,6 @@ class Side:
     Attributes:
         rows: of its trials and finals, as cells.
         copies: names, as of `names_of`, of the runs that are the other side's, and are not compared.
-        embeddings: names of those of its rows.
     """
 
     def __init__(self, study: Tuned, folder: Path) -> None:
@@ -58,7 +59,6 @@ class Side:
         self.rows = pd.DataFrame([*self.trials.rows, *self.finals.rows])
         self.names = set(names_of(self.rows))
         self.copies: set[str] = set()
-        self.embeddings = sorted(set(as_text(self.rows.reindex(columns=["embeddings"])["embeddings"])))
 
     def chosen(self, candidate: Candidate, split: str) -> Chosen:
         trial = self.study.chosen(candidate, self.trials, split)
@@ -67,6 +67,10 @@ class Side:
         runs = self.compared(self.runs.iloc[self.finals.numbers(trial)])
         is_final = runs["seed"].isin(self.study.finals.commands.seeds)  # trials may stand in the same file
         return Chosen(trial, runs[is_final])
+
+    def contents(self, column: str) -> set[str]:
+        """The names of data in a column of its rows."""
+        return set(as_text(self.rows.reindex(columns=[column])[column])) - {""}
 
     def compared(self, runs: pd.DataFrame) -> pd.DataFrame:
         """Those of some runs that are not the other side's, too."""
@@ -102,15 +106,14 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     chosen = [ours.chosen(candidate, split) for candidate in study.space]
     pools = pools_of(chosen)
     same = origins.counterparts(theirs.rows, ours.rows)
-    like_ours = sorted({same.get(name, name) for name in theirs.embeddings})
-    has_other_data = bool(ours.trials.rows and theirs.trials.rows) and like_ours != ours.embeddings
+    other_data = about_other_data(ours, theirs, same)
     lines = []
     verdicts: list[Agreement] = []
     commands = []
     for candidate, own in zip(study.space, chosen):
         your = theirs.chosen(candidate, split)
         found = {}
-        if not has_other_data:
+        if not other_data:
             found = {metric: agreement_of(your, own, metric, pool) for metric, pool in pools.items()}
         verdicts += found.values()
         lines.append(tuned_line(candidate, own, your, found))
@@ -120,15 +123,31 @@ def report_tuned(study: Tuned, ours: Side, theirs: Side, choice: str, with_comma
     if with_commands:
         text = below_each_line(text, commands)
     parts = [f"{title_of(study, split)} {rules_of(study, ours, theirs)}".strip(), text]
-    if has_other_data:
-        names = {"yours": ", ".join(theirs.embeddings), "repository": ", ".join(ours.embeddings)}
-        parts.append(OTHER_DATA.format(**names))
+    if other_data:
+        parts.append(other_data)
     else:
         parts += [summary(verdicts), VERDICTS, origins.note(same, ours.rows)]
         parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(copies_note(len(theirs.copies)))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.compared(theirs.runs))}.")
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def about_other_data(ours: Side, theirs: Side, same: Mapping[str, str]) -> str:
+    """The sentence about data of yours that the repository's runs do not have; "" without any.
+
+    Args:
+        same: the repository's embeddings by the names of yours that count as the same.
+    """
+    if not ours.trials.rows or not theirs.trials.rows:
+        return ""
+    for column, what in CONTENTS.items():
+        known = ours.contents(column)
+        yours = theirs.contents(column)
+        if not {same.get(name, name) for name in yours} <= known:
+            names = {"yours": ", ".join(sorted(yours)), "repository": ", ".join(sorted(known))}
+            return OTHER_DATA.format(what=what, **names)
+    return ""
 
 
 def pools_of(chosen: Sequence[Chosen]) -> dict[str, Pool]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from experiments.common import door
 from experiments.common.cores import HUGE_PAGES, usable_cores
+from experiments.common.logs import last_start
 from experiments.common.paths import user_path
 
 LOGS = Path(__file__).resolve().parents[1] / "results" / "logs"
@@ -104,15 +105,15 @@ class Run:
     def last_attempt(self) -> list[str]:
         """The lines of the log since this command, and no other, was started last."""
         lines = self.lines()
-        starts = [number for number, line in enumerate(lines) if line.startswith("$ ")]
-        if not starts or lines[starts[-1]] != f"$ {self.command}":
+        start = last_start(lines)
+        if start is None or lines[start] != f"$ {self.command}":
             return []
-        return lines[starts[-1] :]
+        return lines[start:]
 
     def state(self, logs: Mapping[str, Sequence[str]]) -> str:
         """Say where the newest log of this command ends. logs: the lines of each command's."""
         lines = logs.get(self.command)
-        if lines is None and any(line.startswith("$ ") for line in self.lines()):
+        if lines is None and last_start(self.lines()) is not None:
             return "waiting (its log is of another command)"
         if lines is None:
             return "waiting"
@@ -144,8 +145,8 @@ def runs_of(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Run]
         if not line or line.startswith("#"):
             continue
         command = " ".join([line, *map(shlex.quote, extra)])
-        if command in runs or "\0" in command:
-            raise ValueError(f"a command must be there once, without NUL, got {command!r}")
+        if command in runs or not is_line(command):
+            raise ValueError(f"a command must be there once, a line of UTF-8 without NUL, got {command!r}")
         try:
             name = log_name(shlex.split(command))
         except ValueError as error:  # an open quotation
@@ -154,6 +155,15 @@ def runs_of(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Run]
     if not runs:
         raise ValueError("there is no command line: pipe them in, one per line, or call scripts/table1.sh")
     return list(runs.values())
+
+
+def is_line(command: str) -> bool:
+    """Whether a command can be written to a log, and found there."""
+    try:
+        command.encode()
+    except UnicodeEncodeError:  # bytes that are no UTF-8
+        return False
+    return re.search("[\0\r\n]", command) is None
 
 
 def log_name(words: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ from experiments.common.torch_files import save_torch_file
 
 OF_NOISE = ("among", "draw", "noisy_valid", "num_valid")  # flags of wrong labels
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
+NUM_VALID = 5000
 SPLIT_SEED = 0  # of the rows that validate
 ADVICE = "delete or rename it"
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
@@ -91,6 +92,13 @@ def right_rows(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     return {"right_rows": {"num_valid": args.num_valid, "seed": SPLIT_SEED}}
 
 
+def draw_of_known(args: argparse.Namespace) -> dict[str, Any]:
+    """The draw of the rows on which T is counted, for labels that are not drawn themselves; {} of the first."""
+    if args.human is None or args.draw == 0:
+        return {}
+    return {"draw": args.draw}
+
+
 def with_noise(args: argparse.Namespace, data: Embeddings) -> tuple[dict[str, Any], dict[Path, Tensor]]:
     """The parts of a file that wrong labels change, and the two matrices beside it by their files."""
     embeddings = data["train"].inputs
@@ -113,7 +121,7 @@ def with_noise(args: argparse.Namespace, data: Embeddings) -> tuple[dict[str, An
         "source": source_of(args, data),
         "matrices": digest_of(list(matrices.values())),
     }
-    info |= right_rows(args, data)
+    info |= right_rows(args, data) | draw_of_known(args)
     changed = {"info": info, "train_labels": noisy}
     if args.noisy_valid:
         for name, chosen, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
@@ -169,13 +177,18 @@ def is_written(args: argparse.Namespace) -> bool:
     """Whether the output of a call for wrong labels is there, made of the same files."""
     if not all(path.is_file() for path in (args.output, *matrix_files(args.output).values())):
         return False
-    info = load_embeddings(args.output).info
+    output = load_embeddings(args.output)
+    info = output.info
     data = load_embeddings(args.data)
+    valid = output.splits.get("valid")
+    if args.noisy_valid and (valid is None or len(valid.labels) != args.num_valid):
+        return False
     matrices = [load_torch_file(path, "a torch file of a matrix") for path in matrix_files(args.output).values()]
     return (
         info.get("labels") == kind_of_labels(args)
         and info.get("source") == source_of(args, data)
         and info.get("right_rows") == right_rows(args, data).get("right_rows")
+        and info.get("draw") == draw_of_known(args).get("draw")
         and info.get("matrices") == digest_of(matrices)
     )
 
@@ -197,8 +210,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num_valid",
         type=flags.positive_int,
-        default=5000,
-        help="training rows that validate if no others do (default: 5000)",
+        default=NUM_VALID,
+        help="training rows that validate if no others do (default: %(default)s)",
     )
     parser.add_argument("--output", type=user_path, required=True, help="torch file to write")
     args = parser.parse_args(argv)

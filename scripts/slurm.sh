@@ -8,6 +8,7 @@ set -euo pipefail
 if [ "${1:-}" = --task ]; then  # a task of the array; whether an array's variables are set says nothing, jobs inherit them
   export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
   command=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$2")
+  echo "=== $(date -u +%FT%TZ) task $SLURM_ARRAY_TASK_ID"
   echo "\$ $command"
   queued_again=
   trap 'queued_again=yes; scontrol requeue "$SLURM_JOB_ID"' USR1

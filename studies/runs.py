@@ -268,6 +268,13 @@ def comparable(value: Any) -> Any:
     return value
 
 
+def value_compared(name: str, value: Any) -> Any:
+    """The value of a setting as it is compared. A file of labels has any name: rows have its content, noise_groups."""
+    if name == "noisy_labels" and value is not None:
+        return "a file"
+    return comparable(value)
+
+
 def is_compared(setting: Setting) -> bool:
     """Whether runs that differ in a setting are different runs: not where they run, nor where their data lies."""
     return setting.role not in (MACHINE, CALL) and setting.name != "data_path"
@@ -294,7 +301,7 @@ class RunIndex:
         names = tuple(name for name in run if is_compared(BY_NAME[name]))
         if names not in self.tables:
             self.tables[names] = self._table(names)
-        key = tuple(comparable(run[name]) for name in names)
+        key = tuple(value_compared(name, run[name]) for name in names)
         return self.tables[names].get(key, [])
 
     def _table(self, names: Sequence[str]) -> dict[tuple, list[int]]:
@@ -333,7 +340,7 @@ def values_of(row: Mapping[str, str]) -> dict[str, Any]:
 @cache  # most cells of a file are alike
 def value_of(name: str, cell: str) -> Any:
     """A cell as it is compared."""
-    return comparable(BY_NAME[name].parse(cell))
+    return value_compared(name, BY_NAME[name].parse(cell))
 
 
 def given_settings(row: Mapping[str, str]) -> list[str]:
@@ -358,7 +365,7 @@ def filled_in(script: str, name: str, values: Mapping[str, Any]) -> tuple[Any, .
 
 @cache
 def defaults_of(script: str) -> Mapping[str, Any]:
-    return {name: comparable(value) for name, value in parse_flags(DEFAULTS[script]).items()}
+    return {name: value_compared(name, value) for name, value in parse_flags(DEFAULTS[script]).items()}
 
 
 def filled_in_by_loss(script: str, name: str, values: Mapping[str, Any]) -> Any:

@@ -148,12 +148,12 @@ def add_loss_flags(parser: ArgumentParser) -> None:
     group.add_argument("--q", type=positive_float, help="exponent of generalized_cross_entropy (default: 0.7)")
     group.add_argument(
         "--alpha",
-        type=non_negative_float,
+        type=positive_float,  # rows have an empty cell for the default, which reports take for 0
         help="weight of cross-entropy in symmetric_cross_entropy and nce_rce (default: 6 and 10)",
     )
     group.add_argument(
         "--beta",
-        type=non_negative_float,
+        type=positive_float,  # rows have an empty cell for the default, which reports take for 0
         help="weight of reverse cross-entropy in symmetric_cross_entropy and nce_rce (default: 0.1)",
     )
     group.add_argument("--tau", type=positive_float, help="gradient bound of phuber_cross_entropy (default: 10)")

@@ -29,7 +29,7 @@ def read_rows(path: Path) -> list[Row]:
         raise OSError(f"{path} is there, and is no file that can be replaced")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)  # a quotation that is not closed would hold all later lines
             rows = list(reader)
             check_header(path, reader.fieldnames or [])
     except (UnicodeDecodeError, csv.Error) as error:
@@ -37,6 +37,8 @@ def read_rows(path: Path) -> list[Row]:
     for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} of {path} does not fit its header: repair or delete that line")
+        if any("\n" in value for value in row.values()):
+            raise ValueError(f"a cell of line {number} of {path} has a line break: repair its quotation marks")
         if row["run_id"] == "":
             raise ValueError(f"line {number} of {path} has no run_id: repair or delete that line")
         check_cells(row, f"line {number} of {path}")
@@ -68,6 +70,20 @@ def check_cells(row: Mapping[str, str], where: str) -> None:
 @cache  # most cells of a file are alike
 def check_cell(name: str, cell: str) -> None:
     BY_NAME[name].parse(cell)
+
+
+def check_writable(columns: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value of a run's row that `read_rows` would refuse, or no file in UTF-8 can hold."""
+    for name, value in columns.items():
+        text = cell(value)
+        try:
+            text.encode()
+            if "\n" in text or "\r" in text:
+                raise ValueError("it has a line break")
+            if name in BY_NAME:
+                check_cell(name, text)
+        except ValueError as error:
+            raise ValueError(f"{name} would be {text!r} in the results file, which cannot have it: {error}") from None
 
 
 @contextmanager

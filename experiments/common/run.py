@@ -31,7 +31,7 @@ from experiments.common.files import check_replaceable, lock_folder, replace_fil
 from experiments.common.metrics import summary
 from experiments.common.paths import HISTORY_FILES
 from experiments.common.processes import Processes
-from experiments.common.rows import locked, read_rows, write_rows
+from experiments.common.rows import check_writable, locked, read_rows, write_rows
 from experiments.common.torch_files import save_torch_file
 
 PRINTED = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # after an evaluation
@@ -45,6 +45,9 @@ class Run:
         readable: template of the readable part of the run's name.
         config: every setting with its default filled in, those of the call among them.
         clock: what the history counts, a key of HISTORY_FILES.
+
+    Raises:
+        ValueError: a results file cannot have a value, such as a path that is not in UTF-8.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Run:
         self.name = settings.run_id(script, config, readable)
         self.config = {**config, "device": str(processes.device)}
         self.columns = settings.columns(self.config)
+        check_writable(self.columns)
         self.processes = processes
         self.clock = clock
         self.results: Path = config["results"]

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from data import download as module
-from data.download import download, main
+from data.download import download, main, s3_server
 from data.published import PUBLISHED_FILES, published_info
 from tests.processes import wait_for
 
@@ -306,3 +306,22 @@ def test_the_same_address_on_another_server_is_another_file(bucket, source, body
     monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
     second = download("s3://store/own.pt", tmp_path)
     assert (first.read_bytes(), second.read_bytes()) == (b"first", body)
+
+
+def test_so_is_that_of_the_server_of_another_profile(bucket, moto, source, body, tmp_path, monkeypatch):
+    bucket.put_object(Bucket="store", Key="own.pt", Body=b"first")
+    config = f"[profile a]\nendpoint_url = {moto}\n[profile b]\nendpoint_url = {source.endpoint}\n"
+    (tmp_path / "config").write_text(config)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    found = []
+    for profile in ("a", "b"):
+        monkeypatch.setenv("AWS_PROFILE", profile)
+        found.append(download("s3://store/own.pt", tmp_path).read_bytes())
+    assert found == [b"first", body]
+
+
+def test_amazons_own_server_has_no_name(own_network, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert s3_server() == ""

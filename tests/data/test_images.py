@@ -8,7 +8,7 @@ import pytest
 import torchvision
 from PIL import Image, features
 
-from data.images import ImageFolder, find_splits, load_rgb, open_folders
+from data.images import ImageFolder, find_splits, load_rgb, notes_of_splits, open_folders
 
 # Grey values, of 255, of the two halves of each test image.
 LEFT = 64
@@ -170,6 +170,15 @@ def test_splits_are_folders_of_classes(tmp_path):
     ):
         with pytest.raises((ValueError, OSError), match=message):
             ImageFolder(tmp_path / folder)
+
+
+def test_splits_have_their_usual_names_in_any_case_and_other_folders_get_a_note(tmp_path):
+    make(tmp_path, ["Train/a/1.png", "Testing/a/1.png", "dev/a/1.png", "notes/flat.png"])
+    found = find_splits(tmp_path)
+    assert found == {"train": tmp_path / "Train", "test": tmp_path / "Testing"}
+    (note,) = notes_of_splits(tmp_path, found.values())
+    assert note == f"2 folders of {tmp_path} are no train/, val/ or test/ with class folders: dev, notes"
+    assert notes_of_splits(tmp_path / "dev", find_splits(tmp_path / "dev").values()) == []
 
 
 def test_splits_of_other_classes_are_refused(tmp_path):

@@ -250,6 +250,7 @@ REFUSED = [
     (finetune_imagenet, "-d EMBEDDINGS --method softsort --p_k 0 0 0 0 0 0 0 0 1", "p_k|m"),
     (train_knn, "--dataset digits --method inputs --distribution cauchy", "is of a relaxed top-k, not of"),
     (train_knn, "--dataset digits --method neuralsort --prediction network", "--prediction network is of"),
+    (train_knn, "--dataset digits --method inputs --data_dir caf\udce9", "data_dir would be .*in the results file"),
     (train_knn, "--dataset digits --method neuralsort --sorted", "--sorted is of soft_topk alone"),
     (train_knn, "--dataset digits --method neuralsort --k 100", "--k must be below --num_candidates"),
     (train_knn, "--dataset digits --method neuralsort --dim 3", "--dim is of linear and mlp"),
@@ -323,6 +324,19 @@ def test_a_results_file_with_a_damaged_line_or_semicolons_is_not_rewritten(run, 
     with pytest.raises(EXPECTED, match="saved as CSV with commas"):
         run(train_knn, "--seed 1")
     assert (tmp_path / "r.csv").read_text() == text.replace(",", ";")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("resolution", (224, 224)), ("resolution", 224.0), ("backbone", "a\n"), ("labels", torch.ones(9))],
+)
+def test_what_a_file_says_of_itself_writes_no_row_that_cannot_be_read(run, tmp_path, name, value):
+    path = scripts.embeddings(tmp_path / "own.pt")
+    content = torch.load(path) | {"info": {name: value}}
+    torch.save(content, path)
+    with pytest.raises(EXPECTED, match=f"{name} would be |says that its {name} is "):
+        run(finetune_imagenet, flags=f"-d {path} --batch_size 25 --n_epochs 1 --method softmax_cross_entropy")
+    assert not (tmp_path / "r.csv").exists()
 
 
 def test_the_schedule_of_heads_goes_by_the_number_of_rows(run):

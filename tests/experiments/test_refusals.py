@@ -161,6 +161,8 @@ def test_the_target_of_a_link_gets_the_row(train, tmp_path):
         (lambda text: text.replace(",false,", ",False,", 1), r"line 2 of .*: .* is 'False'"),
         (lambda text: text + "x\n", r"line 3 of .* does not fit its header"),
         (lambda text: text + "\0", r"no CSV|does not fit its header"),
+        (lambda text: re.sub(r",([^,]*)\n$", r',"\1\n', text), r"no CSV"),  # a quotation without an end
+        (lambda text: re.sub(r",([^,]*)\n$", r',"\1\nthe next line"\n', text), r"line 2 of .* has a line break"),
     ],
 )
 def test_a_results_file_that_would_lose_cells_is_refused_and_stays(train, tmp_path, change, message):

@@ -15,6 +15,7 @@ from experiments.common.rows import read_rows, write_rows
 from reporting import reproduction
 from scripts import report
 from studies.catalog import study_of
+from studies.from_scratch import noise_scratch
 from studies.runs import command_of, expected_runs, parse_flags
 from studies.tuning import Tuned
 from tests.tables import table_of
@@ -281,7 +282,36 @@ def test_runs_on_other_embeddings_than_the_repositorys_have_no_verdict(file, you
     assert {own for _, own in accuracies} != {"not run"}
 
 
-CHANGES = [({}, True), ({"resolution": "224"}, False), ({"backbone": "cifar100-resnet18"}, False)]
+CHANGES = [
+    ({}, True),
+    ({"resolution": "224"}, False),
+    ({"backbone": "cifar100-resnet18"}, False),
+    ({"train_images": "25000", "valid_images": "25000"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "what"),
+    [("noise_scratch", "noise_groups", "wrong labels"), ("noise/human", "noise_matrix_id", "matrices T")],
+)
+def test_runs_with_other_wrong_labels_or_matrices_have_no_verdict(file, column, what, yours):
+    for ending in ("_trials.csv", ".csv"):
+        if not (REPOSITORY / f"{file}{ending}").is_file():  # trials that stand beside the finals
+            continue
+        rows = read_rows(REPOSITORY / f"{file}{ending}")
+        path = yours(f"{file}{ending}", [row | {column: row[column] and "another"} for row in rows])
+    text = reproduction.report(path)
+    assert not re.search(r"verdict \||agree|differ", text)
+    assert f"Your {what} are another, the repository's " in text
+
+
+def test_a_file_of_labels_has_any_name(yours):
+    rows = read_rows(REPOSITORY / "noise_scratch.csv")
+    path = yours("noise_scratch.csv", [row | {"noisy_labels": "data/c100n.pt"} for row in rows])
+    reports = [reproduction.report(path), reproduction.report(path, study=noise_scratch("data/c100n.pt"))]
+    for text in reports:
+        verdicts = [line["top-1 verdict"].split(" (")[0] for line in table_of(text)]
+        assert set(verdicts) == {"agrees"}
 
 
 @pytest.mark.parametrize("file", ["noise/human", "heads"])

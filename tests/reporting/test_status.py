@@ -170,9 +170,11 @@ def test_a_log_that_ends_with_a_status_says_that_its_command_failed(folder, stat
     begin(folder, ROWS[3], epochs=7)
     command = command_of(ROWS[3])
     log = folder / "logs" / name
-    log.write_text(f"$ {command}\nerror: the disk is full\n=== exit status 2\n")
+    printed = "$ a line that the command printed"
+    started = f"=== 2026-01-01T00:00:00Z attempt 1 of 2\n$ {command}\n"
+    log.write_text(f"{started}{printed}\nerror: the disk is full\n=== exit status 2\n")
     assert state(command, COMMANDS[-1]) == ["failed (exit status 2)", "waiting"]
-    log.write_text(log.read_text() + f"=== 2026-01-01T00:00:00Z attempt 2 of 2\n$ {command}\n")
+    log.write_text(log.read_text() + started)
     assert state(command) == ["stopped after epoch 7"]  # its launcher was killed, and nobody goes on
     write_rows(folder / "table1_short.csv", [ROWS[3]])
     assert state(command) == ["done"]

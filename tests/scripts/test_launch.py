@@ -365,6 +365,18 @@ def test_refusals_are_a_sentence_before_anything_starts(run, tmp_path, commands,
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize(("line", "extra"), [("echo caf\udce9", []), ("echo", ["a\nb"])])
+def test_what_a_log_cannot_hold_on_one_line_is_refused(line, extra, tmp_path):
+    with pytest.raises(ValueError, match="a line of UTF-8"):
+        launch.runs_of(["true", line], extra, tmp_path)
+
+
+def test_lines_that_look_like_commands_start_nothing(run):
+    commands = [python("print('$ pip install x'); print('row: r')")]
+    assert "1 of 1 runs done (1 trained, 0 skipped)" in run(commands)[1]
+    assert "# 1 done of 1 runs" in run(commands, "--status")[1]
+
+
 # As a Slurm job array: a stand-in for Slurm runs the tasks here, one after another, and keeps their statuses.
 SBATCH = """
 printf '%s\\n' "$*" > {folder}/sbatch.txt
@@ -399,9 +411,11 @@ def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_run
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
     assert {"--job-name=a-test", "--array=1-3", "--requeue", "--partition", "gpu"} <= set(submitted)
     logs = sorted((tmp_path / "results" / "logs" / "a-test").glob("*.log"))
-    assert logs[0].read_text().split("\n") == [f"$ {commands[0]}", "two  words $HOME", "", "=== exit status 0", ""]
+    time, *rest = logs[0].read_text().split("\n")
+    assert re.fullmatch(r"=== \S+Z task 1", time)
+    assert rest == [f"$ {commands[0]}", "two  words $HOME", "", "=== exit status 0", ""]
     assert logs[1].read_text().splitlines()[-1] == "=== exit status 2"
-    assert logs[2].read_text().split("\n") == [f"$ {commands[2]}", "", "=== exit status 0", ""]
+    assert logs[2].read_text().split("\n")[1:] == [f"$ {commands[2]}", "", "=== exit status 0", ""]
     assert (tmp_path / "slurm" / "statuses.txt").read_text().split() == ["0", "2", "0"]
 
 

@@ -195,6 +195,19 @@ def test_a_call_goes_on_where_one_was_killed(right):
     assert is_written(words)
 
 
+def test_labels_by_people_of_another_draw_have_another_matrix(tmp_path):
+    path = scripts.embeddings(tmp_path / "right.pt")
+    labels = load_embeddings(path)["train"].labels
+    people = {"clean_label": labels.numpy(), "noisy_label": labels.roll(1).numpy()}
+    torch.save(people, tmp_path / "people.pt")
+    words = [str(path), "--human", str(tmp_path / "people.pt"), "--num_valid", "20"]
+    for draw in ("0", "1"):
+        call_of_draw = [*words, "--draw", draw, "--output", str(tmp_path / f"new{draw}.pt")]
+        assert relabel.main(call_of_draw) == 0
+        assert is_written(call_of_draw)
+        assert not is_written([*call_of_draw, "--draw", "2"])
+
+
 HEADS = "--batch_size 25 --n_epochs 1 --eval_freq 0 --lr .01 --method softmax_cross_entropy"
 KNN = "--method softsort --batch_size 20 --num_candidates 20 --n_epochs 1 --dim 4 --k 3"
 OTHER_SPLITS = [
@@ -236,7 +249,9 @@ def test_runs_with_the_split_of_the_file_and_files_that_do_not_say_so_are_as_the
     points_of_embeddings(load_embeddings(path))  # a tenth, by seed 0
     with pytest.raises(ValueError, match="right labels"):
         points_of_embeddings(load_embeddings(path), seed=1)
-    path, _ = noisy_file(tmp_path, "--num_valid", "20", "--noisy_valid")
+    path, words = noisy_file(tmp_path, "--num_valid", "20", "--noisy_valid")
+    assert is_written(words)
+    assert not is_written([*words, "--num_valid", "21"])  # other rows validate
     assert call(finetune_imagenet, path, HEADS) == 0
     content = torch.load(noisy_file(tmp_path, "--num_valid", "20")[0])
     del content["info"]["right_rows"]

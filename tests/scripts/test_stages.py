@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from scripts import launch, study
+from scripts import launch, relabel, study
 
 SCRIPTS = {"launch.py": launch, "study.py": study}
 STAND_IN = """#!/bin/bash
@@ -36,6 +36,7 @@ def called(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(launch, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(relabel, "NUM_VALID", 100)  # of the few rows
 
     def call(words: str, fail_from: int) -> tuple[int, list[str]]:
         (tmp_path / "calls").write_text("")

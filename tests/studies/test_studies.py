@@ -253,6 +253,9 @@ def test_flags_for_all_runs_reach_them_all_or_are_refused(name):
     assert refused == expected
 
 
+STARTED = "=== 2026-01-01T00:00:00Z attempt 1 of 2\n"
+
+
 @pytest.mark.parametrize("words", [["--jobs", "4"], ["--run-per-core"], ["--per-gpu=2"], ["--", "--n_epochs=1"]])
 def test_runs_that_failed_are_failed_in_the_status_of_the_same_call(words, tmp_path, capsys):
     """Flags of the launcher are not in its commands, nor in the logs that --status reads."""
@@ -262,6 +265,6 @@ def test_runs_that_failed_are_failed_in_the_status_of_the_same_call(words, tmp_p
     *lines, _ = capsys.readouterr().out.splitlines()
     assert not any("--logs" in line for line in lines)
     for number, line in enumerate(lines):
-        (tmp_path / f"{number}.log").write_text(f"$ {line}\nerror: no such device\n=== exit status 2\n")
+        (tmp_path / f"{number}.log").write_text(f"{STARTED}$ {line}\nerror: no such device\n=== exit status 2\n")
     script.main([*call[:split], "--status", *call[split:]])
     assert f"0 running, {len(lines)} failed, 0 waiting" in capsys.readouterr().out
