@@ -62,6 +62,6 @@ class Recomputed(torch.autograd.Function):
             assert classes is not None
             inverse_temperature = ctx.number if beta is None else beta
             losses = ctx.compute(logits, classes, inverse_temperature, p_k)
-            # a loss may leave one of them out: all have weight n among n classes, and no temperature changes that
+            # unused: a temperature, where all classes are within k whatever it is
             grads = iter(torch.autograd.grad(losses, leaves, grad, create_graph=create_graph, allow_unused=True))
         return None, *[next(grads) if is_needed else None for is_needed in ctx.needs_input_grad[1:]]
