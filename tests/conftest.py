@@ -1,8 +1,9 @@
-"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, threads of several workers, `docs`.
+"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, threads of several workers, garbage, `docs`.
 
 Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck.
 """
 
+import gc
 import os
 import signal
 from urllib.request import ProxyHandler, Request, build_opener
@@ -21,6 +22,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # With pytest -n, the workers and the programs that they start share the cores. PyTorch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# A million objects of imported packages live on, and each full collection would look at all of them.
+gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_collection_finish():
+    """Leave out of all collections what the tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -1,9 +1,10 @@
 """The methods by what tests must know of them, and batches for their losses."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
 
 from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKOperator, make_operator
 from topk_losses.methods import TOP1
@@ -27,6 +28,10 @@ WITH_MODES = [*MODES, *((method, None) for method in DETERMINISTIC if method not
 # whose operators a kernel computes in float32; every backend computes the others alike
 WITH_KERNELS = {"sinkhorn_sort", "smooth_topk", "smooth_hard_topk", "subset_topk"}
 WITH_KERNELS |= {name for name, method in METHODS.items() if method.family == "networks"}
+# PyTorch's, along a random direction of all entries: a quarter of the time of one entry after the other. There an error
+# in one entry is a small part of the whole, whence these tolerances.
+gradcheck = partial(autograd.gradcheck, fast_mode=True, rtol=1e-6, atol=1e-8)
+gradgradcheck = partial(autograd.gradgradcheck, fast_mode=True, rtol=1e-6, atol=1e-8)
 
 
 def with_backends(cases, eager=("torch",), compiled=("",)) -> list[tuple]:

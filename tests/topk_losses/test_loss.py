@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy, one_hot, pad
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,8 @@ from tests.methods import (
     LEARNABLE,
     MODES,
     RELAXED,
+    gradcheck,
+    gradgradcheck,
     p_k_of,
     random_batch,
     value_and_gradient,

@@ -7,11 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests import reference
-from tests.methods import RELAXED, WITHOUT_A_SUM, Bound, bound, random_batch, random_logits, value_and_gradient
+from tests.methods import (
+    RELAXED,
+    WITHOUT_A_SUM,
+    Bound,
+    bound,
+    gradcheck,
+    gradgradcheck,
+    random_batch,
+    random_logits,
+    value_and_gradient,
+)
 from topk_losses import DISTRIBUTIONS, METHODS, SparseTopK, TopKCrossEntropyLoss
 from topk_losses.functional import soft_topk_values, topk_mask
 from topk_losses.numerics import largest

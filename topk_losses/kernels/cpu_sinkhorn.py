@@ -3,6 +3,8 @@
 Newton's method as in transport.py, after one Sinkhorn iteration. Its steps come from conjugate gradients on the
 Laplacian diag(c) - P^T P, which multiply by P and factorise no matrix. diag(c) - diag(P^T P) is the preconditioner;
 some ten steps are enough for the plan, and as many for the gradient.
+
+Arrays are filled in loops: with assignments to slices Numba takes twice as long to compile these functions.
 """
 
 from functools import partial
@@ -32,11 +34,31 @@ def _room(n):
     """Allocate for n live classes: two plans (n, A), target points (A,) falling from 1 to 0, potentials, more (A,)."""
     A = -(-n // VECTOR) * VECTOR
     plans = np.zeros((2, n, A), _f32)
-    points = np.zeros(A, _f32)
-    h = np.zeros(A, _f32)
-    points[:n] = _f32(1) - np.arange(n) / _f32(max(n - 1, 1))
-    h[n:] = _UNREACHED
-    return plans[0], plans[1], points, h, np.zeros_like(h), np.zeros_like(h), np.zeros_like(h), np.zeros_like(h)
+    rows = np.zeros((6, A), _f32)
+    points = rows[0]
+    h = rows[1]
+    for j in range(n):
+        points[j] = _f32(1) - j / _f32(max(n - 1, 1))
+    h[n:].fill(_UNREACHED)
+    return plans[0], plans[1], points, h, rows[2], rows[3], rows[4], rows[5]
+
+
+@jit
+def _live_classes(scores, label):
+    """Return the scores (n,) that are not masked out, their places (n,), and the place of the label among them."""
+    x = np.empty(len(scores), _f32)
+    places = np.empty(len(scores), np.int64)
+    n = 0
+    own = 0
+    for j in range(len(scores)):
+        if scores[j] < 0:  # NaN stays, and spoils its sample
+            continue
+        if j == label:
+            own = n
+        x[n] = scores[j]
+        places[n] = j
+        n += 1
+    return x[:n], places[:n], own
 
 
 @_any_order
@@ -45,7 +67,7 @@ def _plan(x, points, h, beta, P, c):
 
     Returns the largest error of a mass of 1.
     """
-    c[:] = _f32(0)
+    c.fill(_f32(0))
     for i in range(len(x)):
         row = P[i]
         most = np.int32(-_REST)
@@ -83,11 +105,15 @@ def _dot(a, b):
 @_any_order
 def _precondition(P, c, damping):
     """Return one divided by the diagonal of what `_solve` solves, (A,)."""
-    scale = c * (_f32(1) + damping) + _LEAST
+    scale = np.empty_like(c)
+    for j in range(len(c)):
+        scale[j] = c[j] * (_f32(1) + damping) + _LEAST
     for i in range(len(P)):
         for j in range(len(c)):
             scale[j] -= P[i, j] * P[i, j]
-    return _f32(1) / np.maximum(scale, _LEAST)
+    for j in range(len(c)):
+        scale[j] = _f32(1) / max(scale[j], _LEAST)
+    return scale
 
 
 @_any_order
@@ -108,10 +134,13 @@ def _multiply(P, c, damping, p, Ap):
 def _solve(P, c, r, damping, tolerance, v):
     """Solve (diag(c) - P^T P + damping diag(c)) v = r for v (A,) by conjugate gradients; r becomes the residual."""
     scale = _precondition(P, c, damping)
-    v[:] = _f32(0)
-    z = r * scale
+    z = np.empty_like(c)
+    p = np.empty_like(c)
     Ap = np.empty_like(c)
-    p = z.copy()
+    for j in range(len(c)):
+        v[j] = _f32(0)
+        z[j] = r[j] * scale[j]
+        p[j] = z[j]
     rz = _dot(r, z)
     enough = tolerance * tolerance * rz
     for _ in range(MOST_STEPS):
@@ -133,22 +162,28 @@ def _solve(P, c, r, damping, tolerance, v):
 def _hard_potentials(x, points, beta, h):
     """Write the potentials of the hard transport: neighbours are indifferent in the middle between their scores."""
     n = len(x)
-    ordered = np.sort(x)[::-1]
-    upper = points[: n - 1]
-    lower = points[1:n]
+    rising = np.sort(x)
     h[0] = _f32(0)
-    h[1:n] = np.cumsum((lower - upper) * (lower + upper - ordered[:-1] - ordered[1:]) * beta)
+    for j in range(1, n):
+        upper = points[j - 1]
+        lower = points[j]
+        h[j] = h[j - 1] + (lower - upper) * (lower + upper - rising[n - j] - rising[n - 1 - j]) * beta
 
 
 @jit
 def _step(iteration, n, P, c, error, damping, right, v):
     """Write the step v (A,) of an iteration: Sinkhorn's first, which is cheap and takes off most of the error."""
     if iteration == 0:
-        v[:n] = -np.log(c[:n])
+        for j in range(n):
+            v[j] = -np.log(c[j])
     else:
-        right[:n] = _f32(1) - c[:n]
-        right[n:] = _f32(0)
-        right[:n] -= right[:n].mean()  # which is rounding, and which no step can take off
+        total = _f32(0)
+        for j in range(n):
+            right[j] = _f32(1) - c[j]
+            total += right[j]
+        for j in range(n):
+            right[j] -= total / n  # which is rounding, and which no step can take off
+        right[n:].fill(_f32(0))
         _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
 
 
@@ -160,14 +195,17 @@ def _transport(x, room, beta, tolerance, max_iterations):
     _hard_potentials(x, points, beta, h)
     error = _plan(x, points, h, beta, P, c)
     damping = _f32(0)
+    new = np.empty_like(h)
     for iteration in range(max_iterations):
         if not error > tolerance:
             break
         _step(iteration, n, P, c, error, damping, right, v)
-        new = h + v
+        for j in range(len(h)):
+            new[j] = h[j] + v[j]
         new_error = _plan(x, points, new, beta, trial, new_c)
         if new_error < error:
-            h[:] = new
+            for j in range(len(h)):
+                h[j] = new[j]
             error = new_error
             damping = damping / _f32(8)
             P, trial, c, new_c = trial, P, new_c, c
@@ -182,19 +220,20 @@ def _forward(first, last, scores, labels, beta, tolerance, max_iterations, outpu
     column, errors, potentials = outputs
     n = -1  # for which there is room
     for row in range(first, last):
-        column[row] = _f32(0)
+        column[row].fill(_f32(0))
         errors[row] = _f32(0)
         if scores[row, labels[row]] < 0:
             continue
-        columns = np.flatnonzero(~(scores[row] < 0))  # NaN stays, and spoils its sample
-        if n != len(columns):
-            n = len(columns)
+        x, _, own = _live_classes(scores[row], labels[row])
+        if n != len(x):
+            n = len(x)
             room = _room(n)
-        P, errors[row] = _transport(scores[row][columns], room, beta, tolerance, max_iterations)
+        P, errors[row] = _transport(x, room, beta, tolerance, max_iterations)
         h = room[3]
-        potentials[row, :n] = h[:n]
-        k = min(n, column.shape[1])
-        column[row, :k] = P[np.searchsorted(columns, labels[row]), :k]
+        for j in range(n):
+            potentials[row, j] = h[j]
+        for j in range(min(n, column.shape[1])):
+            column[row, j] = P[own, j]
 
 
 @_any_order
@@ -203,14 +242,18 @@ def _solve_backward(P, c, own, grad, right, by_mass, v):
 
     grad (k,) is that of the first k entries. Returns the size by which v is smaller.
     """
-    k = len(grad)
-    by_mass[:] = _f32(0)
-    by_mass[:k] = grad * P[own, :k]
-    by_mass -= P[own] * by_mass.sum()
-    largest = max(np.abs(by_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
-    right[:] = _f32(0)
-    for j in range(len(P)):
-        right[j] = by_mass[j] / largest if abs(by_mass[j]) > _f32(1e-18) * largest else _f32(0)
+    total = _f32(0)
+    for j in range(len(by_mass)):
+        by_mass[j] = grad[j] * P[own, j] if j < len(grad) else _f32(0)
+        total += by_mass[j]
+    largest = _LEAST
+    for j in range(len(by_mass)):
+        by_mass[j] -= P[own, j] * total
+        size = abs(by_mass[j])
+        largest = size if not size <= largest else largest  # NaN stays
+    for j in range(len(right)):  # of order 1: squares of a small gradient would not be numbers
+        is_seen = j < len(P) and abs(by_mass[j]) > _f32(1e-18) * largest
+        right[j] = by_mass[j] / largest if is_seen else _f32(0)
     _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
     return largest
 
@@ -220,16 +263,15 @@ def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
     """Write the gradient of scores (batch, n) from that of the column (batch, k), by the KKT conditions."""
     n = -1  # for which there is room
     for row in range(first, last):
-        grad_scores[row] = _f32(0)
+        grad_scores[row].fill(_f32(0))
         if scores[row, labels[row]] < 0:
             continue
-        columns = np.flatnonzero(~(scores[row] < 0))
-        if n != len(columns):
-            n = len(columns)
+        x, places, own = _live_classes(scores[row], labels[row])
+        if n != len(x):
+            n = len(x)
             P, _, points, h, c, by_mass, right, v = _room(n)
-        x = scores[row][columns]
-        own = np.searchsorted(columns, labels[row])
-        h[:n] = potentials[row, :n]
+        for j in range(n):
+            h[j] = potentials[row, j]
         _plan(x, points, h, beta, P, c)
         largest = _solve_backward(P, c, own, grad[row, : min(n, grad.shape[1])], right, by_mass, v)
         for i in range(n):
@@ -238,8 +280,8 @@ def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
             total = _f32(0)
             for j in range(len(p)):
                 total += p[j] * (v[j] - mean) * points[j]
-            grad_scores[row, columns[i]] = _f32(-2) * beta * largest * total
-        grad_scores[row, columns[own]] += _f32(2) * beta * _dot(by_mass, points)
+            grad_scores[row, places[i]] = _f32(-2) * beta * largest * total
+        grad_scores[row, places[own]] += _f32(2) * beta * _dot(by_mass, points)
 
 
 def _allocate(x, labels, beta, k, *_):

@@ -139,7 +139,8 @@ def _expand_rest(o, leaves, least, temperature, room):
     if len(leaves) == len(o):
         return scale
     _exponentials(o, leaves, _f32(1 / temperature), least, x)
-    power[:] = x
+    for i in range(len(x)):
+        power[i] = x[i]
     for m in range(1, K + 1):
         sums[m] = _sum_and_multiply(power, x)
         scale = 1 / max(1.0, sums[1] / K) if m == 1 else scale
@@ -182,7 +183,7 @@ def _differentiate(room, counts, shrunk, powers, leaf_slopes):
     q = room.q
     g = room.slopes
     e = counts[len(p)]
-    g[: k - 1] = 0.0
+    g[: k - 1].fill(0.0)
     g[k] = 1 / e[k]
     g[k - 1] = -1 / e[k - 1]
     for m in range(1, k + 1):
@@ -203,8 +204,8 @@ def _forward(first, last, scores, labels, temperature, ks, values, saved):
     smooth, hard = values
     room = _room(scores.shape[1], saved.columns.shape[1] - 1, ks[-1])
     largest = np.empty(saved.columns.shape[1] - 1, _f32)
-    saved.powers[first:last] = _f32(0)
-    saved.leaf_slopes[first:last] = _f32(0)
+    saved.powers[first:last].fill(_f32(0))
+    saved.leaf_slopes[first:last].fill(_f32(0))
     for row in range(first, last):
         o = scores[row]
         leaves = saved.columns[row]
@@ -239,8 +240,10 @@ def _add_gradients(row, top, ks, grads, saved, c, leaves):
             true -= share + hard_share
             leaves[place] += hard_share
             if share != 0:  # an unused branch may hold NaN or inf
-                c += share * saved.powers[row, which]
-                leaves += share * saved.leaf_slopes[row, which]
+                for r in range(len(c)):
+                    c[r] += share * saved.powers[row, which, r]
+                for i in range(len(leaves)):
+                    leaves[i] += share * saved.leaf_slopes[row, which, i]
     return true
 
 
@@ -258,16 +261,17 @@ def _backward(first, last, scores, labels, temperature, ks, saved, grads_and_out
     leaves = np.empty(num_leaves, _f32)
     for row in range(first, last):
         slope = grad_scores[row]
-        slope[:] = _f32(0)
-        c[:] = _f32(0)
-        leaves[:] = _f32(0)
+        slope.fill(_f32(0))
+        c.fill(_f32(0))
+        leaves.fill(_f32(0))
         true = _add_gradients(row, saved.top[row], ks, (grad, grad_hard), saved, c, leaves)
         if np.any(c) and num_leaves < len(x) - 1:
             _exponentials(scores[row], saved.columns[row], _f32(1 / temperature), saved.origin[row, 0], x)
             for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
                 for j in range(len(x)):
                     slope[j] = (c[m] + slope[j]) * x[j]
-        slope[saved.columns[row, :num_leaves]] = leaves
+        for i in range(num_leaves):
+            slope[saved.columns[row, i]] = leaves[i]
         slope[labels[row]] = true
 
 
