@@ -7,8 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
-from scipy.stats import f as fisher
-from scipy.stats import t as student
+from scipy.special import fdtri, stdtr, stdtrit  # those of scipy.stats take a second to import
 
 from reporting.frames import differing
 
@@ -52,7 +51,7 @@ def quantile(degrees: float) -> float:
     """How many standard errors make half of an interval; NaN without a degree of freedom."""
     if degrees < 1:
         return math.nan
-    return float(student.ppf((1 + CONFIDENCE) / 2, degrees))
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
 def half_width(std: float, n: int) -> float:
@@ -85,7 +84,7 @@ def p_value(values: pd.Series) -> float:
     n = len(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         statistic = abs(np.divide(values.mean(), values.std() / math.sqrt(max(n, 1))))
-    return float(2 * student.sf(statistic, n - 1))
+    return float(2 * stdtr(n - 1, -statistic))
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, bool]:
@@ -146,7 +145,7 @@ def pooled_spread(groups: Sequence[Spread]) -> Pool:
     while len(known) > 2:
         *others, last = known
         probability = OUTLIER / len(known)
-        limit = fisher.isf(probability, last.degrees, degrees_of(others)) * variance_of(others)
+        limit = fdtri(last.degrees, degrees_of(others), 1 - probability) * variance_of(others)
         if last.std**2 <= limit:
             break
         known = others
