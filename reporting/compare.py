@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
-from scipy.special import fdtri, stdtr, stdtrit  # those of scipy.stats take a second to import
+# The quantile of F, and the distribution function and the quantile of t: scipy.stats takes a second to import.
+from scipy.special import fdtri, stdtr, stdtrit
 
 from reporting.frames import differing
 

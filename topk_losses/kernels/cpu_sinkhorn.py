@@ -250,7 +250,7 @@ def _solve_backward(P, c, own, grad, right, by_mass, v):
     for j in range(len(by_mass)):
         by_mass[j] -= P[own, j] * total
         size = abs(by_mass[j])
-        largest = size if not size <= largest else largest  # NaN stays
+        largest = size if not size <= largest else largest  # NaN, if the gradient is: then all are
     for j in range(len(right)):  # of order 1: squares of a small gradient would not be numbers
         is_seen = j < len(P) and abs(by_mass[j]) > _f32(1e-18) * largest
         right[j] = by_mass[j] / largest if is_seen else _f32(0)
