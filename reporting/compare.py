@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
+
 # The quantile of F, and the distribution function and the quantile of t: scipy.stats takes a second to import.
 from scipy.special import fdtri, stdtr, stdtrit
 
